@@ -146,8 +146,8 @@ _gather = Setting(False)
 def allow_gather() -> Iterator[None]:
     """Let operators that have no distributed form gather their operands, compute, and shard the result again.
 
-    Outside this context they raise :class:`UnsupportedSharding`. All ranks must enter it. It applies to the calling
-    thread and to the backward passes that this thread starts, but not to new threads.
+    Outside this context they raise :class:`UnsupportedSharding`. All ranks must enter the context. It applies to the
+    calling thread and to the backward passes that this thread starts, but not to new threads.
 
     Example:
         >>> import shardtensor

@@ -38,7 +38,7 @@ def check(*values: Any, mesh: DeviceMesh | None = None) -> None:
 
     Raises:
         ValueError: names, shapes, dtypes, numbers or the order of the values differ. The text shows those of each rank.
-        RuntimeError: tensors differ; the text names them, and shows the first numbers of one. Or no mesh was found.
+        RuntimeError: tensors differ (the text names them, and shows the first numbers of one), or no mesh is found.
         TypeError: a value of another type.
 
     Example::

@@ -31,9 +31,9 @@ class UnsupportedSharding(NotImplementedError):
 class LocalSizeError(RuntimeError, ValueError, IndexError):
     """A plain tensor has the size of this rank's shard instead of the size of the global tensor.
 
-    The text names the operator, the sizes and the remedy, and ends with the text of torch's own error, the
-    ``__cause__``. The class is a RuntimeError, a ValueError and an IndexError, because torch raises one of these for
-    wrong sizes, depending on the function.
+    The text names the operator, the sizes and the remedy. It ends with the text of torch's own error, the
+    ``__cause__``. The class is a RuntimeError, a ValueError and an IndexError, because functions of torch raise one of
+    these for wrong sizes.
 
     Example:
         >>> import shardtensor

@@ -4,7 +4,8 @@
 
 [Note: whole or not there] All ranks write into ``NAME.incomplete`` next to the checkpoint's folder ``NAME``. When all
 have written, the coordinator adds the metadata and the manifest, and renames the folder. Everything is on the disk
-before that, so a process, or the machine, may fail at any time: a folder ``NAME`` with all files exists, or none.
+before the folder is renamed. So a process, or the machine, may fail at any time: there is a folder ``NAME`` with all
+files, or none.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ class CheckpointWriter(FileSystemWriter):
 
     Args:
         path: the folder of the checkpoint, on a file system that all ranks share. Use a new folder for each save, with
-            the step at the end of its name (``checkpoints/step-1000``). It must not exist, or be empty.
+            the step at the end of its name (``checkpoints/step-1000``). The folder must be new or empty.
         thread_count, per_thread_copy_ahead, single_file_per_rank, cache_staged_state_dict: as in torch's
             ``FileSystemWriter``.
 
@@ -53,7 +54,7 @@ class CheckpointWriter(FileSystemWriter):
         CheckpointException: by ``dcp.save``, on all ranks, if one rank fails: the folder holds a checkpoint, a disk is
             full. Earlier checkpoints are unchanged. The next save to the same path removes the incomplete data in
             ``PATH.incomplete``.
-        ValueError: ``use_collectives=False``: no rank would know when all have written.
+        ValueError: ``use_collectives=False``, because no rank would know when all have written.
 
     Example::
 
@@ -225,8 +226,8 @@ def latest(folder: str | os.PathLike[str], *, process_group: dist.ProcessGroup |
     that no :class:`CheckpointWriter` has written, or that miss a file or a part of one, are skipped with a warning.
     Changed bytes are detected when they are read.
 
-    If ``torch.distributed`` is initialized, this is collective over ``process_group`` (default: all ranks). The first
-    rank of the group looks for the checkpoint, so all ranks read the same one.
+    If ``torch.distributed`` is initialized, the call is collective over ``process_group`` (default: all ranks). The
+    first rank of the group looks for the checkpoint, so all ranks read the same one.
 
     Raises:
         RuntimeError: the folder cannot be read; on all ranks.

@@ -51,7 +51,7 @@ _FEW = 4  # messages go straight to the peers where these are less than a quarte
 class set_transport:  # named like torch.set_grad_enabled, which works alike
     """Choose how exchanges are sent, from now on or inside a block. Every rank must choose alike.
 
-    It applies to the calling thread, and to the backward passes that this thread starts.
+    The choice applies to the calling thread, and to the backward passes that this thread starts.
 
     Args:
         name: "all_to_all": one ``all_to_all_single`` per exchange in the group of the mesh dim. "p2p": batched sends

@@ -110,7 +110,7 @@ class ShardLoader(Generic[Batch]):
     """Iterate over batches that one rank of the mesh reads, as ShardTensors.
 
     Each group of ranks that shares samples (``mesh["domain"]``) has its own source. Only the source opens files and
-    holds a batch, on the CPU. Every other rank holds two shards: the current one, and the next one, which is sent
+    holds a batch, on the CPU. Every other rank holds two shards: the current one, and the next one, which it receives
     meanwhile. All ranks must iterate alike. The loop may end early.
 
     Args:
@@ -120,22 +120,22 @@ class ShardLoader(Generic[Batch]):
             float, str and bytes.
         mesh: the ranks that share samples; default: the mesh of the surrounding ``with mesh:``.
         placements: ``Shard`` or ``Replicate`` per mesh dim, for all tensors; or nested like the batch; or a function of
-            the batch that returns either. Only those of the source are used. Default: Replicate.
+            the batch that returns either. Only the placements that the source passes are used. Default: Replicate.
         shard_sizes: ``{mesh_dim: sizes}``, for all tensors; or nested, or a function. Default: torch.chunk's sizes.
         source: position in the mesh (in ``mesh.mesh.flatten()``) of the rank that reads.
         pickled: whether batches may also hold other objects that can be pickled; the same on all ranks. Unpickling
             received data can run any code: every rank trusts the source, and anyone who can send in its place.
 
     Raises:
-        TypeError: the source has passed no loader (on all ranks).
-        ValueError: a source outside the mesh; ranks that differ in ``pickled`` (on all ranks).
+        TypeError: on all ranks: the source passes no loader.
+        ValueError: on all ranks: a source outside the mesh; ranks that differ in ``pickled``.
 
     Every rank of the mesh raises the exceptions of the loader, and errors of layouts that do not fit a batch. Built-in
     exceptions keep their type. Others become their nearest built-in base (RuntimeError if that is Exception), with
     their name in the text. A rank waits for a message up to the timeout of the default process group.
 
-    Creating and iterating are collective over the mesh. Numbers that the loader draws from torch's generator in this
-    process do not advance the generator of the program, so the ranks' generators stay in step.
+    Creating and iterating are collective over the mesh. The loader may draw numbers from torch's generator in this
+    process. These do not advance the generator of the program, so the ranks' generators stay in step.
 
     Example::
 

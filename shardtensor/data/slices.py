@@ -61,8 +61,8 @@ def read(
         mesh: default: the mesh of the surrounding ``with mesh:``.
         placements: ``Shard`` or ``Replicate`` per mesh dim, for the dims of the result; default: Replicate everywhere.
         index: integers, slices with positive steps and ``...``, as for the array; default: the complete array.
-        shard_sizes: ``{mesh_dim: sizes}``; default: torch.chunk's sizes. "chunks": as even as possible with every
-            boundary between two chunks of the array (``array.chunks`` of zarr and h5py), so no chunk is read twice.
+        shard_sizes: ``{mesh_dim: sizes}``; default: torch.chunk's sizes. "chunks": as even as possible, with every
+            boundary between two chunks of the array (``array.chunks`` of zarr and h5py). So no chunk is read twice.
         dtype: the dtype of the result; default: that of the array.
 
     Returns:
@@ -147,15 +147,15 @@ def write(array: Any, x: DTensor, *, index: object = ()) -> None:
 
 
 class SliceDataset(Dataset[Any]):
-    """A dataset of samples ``array[i]``, of which each rank reads its own slice, for any ``DataLoader``.
+    """A dataset of samples ``array[i]`` for any ``DataLoader``. Each rank reads its own slice of a sample.
 
     The ranks of the mesh read the same samples in the same order, each with its own ``DataLoader``. :meth:`batches`
     makes ShardTensors of their batches.
 
     Args:
         arrays: arrays whose dim 0 counts the samples, nested in dicts, lists and tuples; or a function that opens them.
-            Every process that reads calls it once. Use a function if workers are not forked, and for h5py, because
-            worker processes must not share its files.
+            Every process that reads calls the function once. Use a function if workers are not forked. Use one for h5py
+            as well, because worker processes must not share its files.
         mesh: the ranks that share samples; default: the mesh of the surrounding ``with mesh:``.
         placements, shard_sizes: for all arrays, or nested like them, as for :class:`ShardLoader`. Their dims are those
             of the *batch*. Dim 0, the samples, cannot be sharded. "chunks": as in :func:`read`.

@@ -67,7 +67,7 @@ def register(*funcs_or_ops: Any) -> Callable[[Handler], Handler]:
             method does), or aten overloads such as ``torch.ops.aten.flip.default``.
 
     Raises:
-        ValueError: one of them has a handler already; :func:`unregister` it first.
+        ValueError: one of them has a handler already. Call :func:`unregister` first.
         TypeError: something that cannot be called.
 
     Example:
@@ -195,7 +195,7 @@ class Support:
     """Whether an operator is supported on ShardTensors. Returned by :func:`supports`.
 
     Attributes:
-        supported: whether there is a distributed form. It is exact for all layouts that are not refused.
+        supported: whether there is a distributed form. This form is exact for all layouts that are not refused.
         how: "declared" (it has its own plan or handler), "elementwise" (each rank works on its shard), "decomposed"
             (torch composes it of other operators, some of which may be refused), "strategy" (you have registered a
             sharding strategy for it with DTensor), or "refused".

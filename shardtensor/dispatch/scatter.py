@@ -55,7 +55,7 @@ def scatter_tensor(
         mesh: the mesh of the result; may be a sub-mesh without rank 0. Default: that of the surrounding ``with mesh:``.
         placements: ``Shard`` or ``Replicate`` per mesh dim; default: Replicate everywhere.
         shard_sizes: ``{mesh_dim: sizes}``; default: torch.chunk's sizes, also for mesh dims that are left out.
-        global_shape, dtype: of ``tensor``. If every rank passes both, the all-gather is left out, and the ranks compare
+        global_shape, dtype: of ``tensor``. If every rank passes both, there is no all-gather. The ranks then compare
             arguments only at their first use (with ``SHARDTENSOR_DEBUG=1`` each time).
         requires_grad: make the result a leaf that accumulates gradients.
 

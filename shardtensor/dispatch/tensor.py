@@ -123,9 +123,9 @@ class ShardTensor(DTensor):
             device_mesh: default: the mesh of the surrounding ``with mesh:``.
             placements: one per mesh dim; default: Replicate everywhere.
             shard_sizes: ``{mesh_dim: (size on rank 0, size on rank 1, ...)}``; mesh dims that are left out get
-                torch.chunk's sizes. "even": torch.chunk's sizes. Both need no communication. None: the sizes are
-                inferred with one small all-gather per mesh dim, which also checks that the ranks agree on dtype, dims
-                and other sizes. The first calls warn if all ranks hold equal values.
+                torch.chunk's sizes. "even": torch.chunk's sizes. Neither needs communication. None: the ranks infer the
+                sizes with one small all-gather per mesh dim. They also check that they agree on dtype, dims and other
+                sizes. The first calls warn if all ranks hold equal values.
 
         Raises:
             ValueError: sizes that do not fit the local tensor, or ranks that do not agree. With given sizes, only the

@@ -50,8 +50,8 @@ class ShardTensorSpec(DTensorSpec):
         mesh, placements, tensor_meta: as in DTensor's spec. ``tensor_meta`` describes the global tensor.
         sizes: one entry per mesh dim: a tuple of shard sizes along that mesh dim, or None if it is not a Shard.
         layout: placement and sizes together, one :class:`AxisLayout` per mesh dim.
-        number: a number of this object, unique in this process. Keys of plans contain it instead of the spec, which
-            takes longer to hash and compare. Equal specs are usually one object.
+        number: a number of this object, unique in this process. Keys of plans contain this number, because a spec takes
+            longer to hash and compare. Equal specs are usually one object.
 
     Raises:
         ValueError: sizes that do not fit the placements or the global shape.

@@ -136,16 +136,16 @@ def partition(
 ) -> Partition:
     """Divide the nodes of a graph among ranks, so that few edges cross between ranks.
 
-    Takes plain tensors, the same on every rank, and returns the same result on every rank. Sizes differ by at most one
-    node.
+    The function takes plain tensors, the same on every rank, and returns the same result on every rank. Sizes differ by
+    at most one node.
 
     - With ``positions``, it bisects the nodes along their widest dim, repeatedly (recursive coordinate bisection).
     - With ``edge_index``, the coordinates of a node are its distances, in edges, from eight nodes that are far apart.
       Each bisection is along the coordinate, sum or difference that cuts the fewest edges. Then nodes swap ranks if
       this cuts fewer edges.
-    - With both, it does the same with the positions as coordinates.
+    - With both, the positions are the coordinates of the nodes, and the rest is as with ``edge_index``.
 
-    This is suited to meshes, grids and graphs of neighbours. METIS (``method="metis"``) is better for graphs without a
+    These methods suit meshes, grids and graphs of neighbours. METIS (``method="metis"``) is better for graphs without a
     geometry, such as social networks, but its sizes differ more.
 
     Args:

@@ -25,7 +25,7 @@ _LISTED = 64  # parts
 def visualize(x: Any, *, halo: Halos = 0, path: str | Path | None = None) -> str:
     """Draw the shards of a tensor, and with ``halo`` the elements beyond them that a rank reads.
 
-    Nothing is sent, because each rank knows all sizes. So one rank may call it alone.
+    Nothing is sent, because each rank knows all sizes. So one rank may call this function alone.
 
     Args:
         x: a ShardTensor or its ``ShardTensorSpec``, or a DTensor.

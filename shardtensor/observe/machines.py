@@ -13,9 +13,9 @@ if TYPE_CHECKING:
 class Machine:
     """The speed of ranks and links, from which :func:`shardtensor.advise` estimates times.
 
-    A layer takes the time of its floating-point operations or of its memory traffic, whichever is longer, and that of
-    its communication: ``latency`` for each message or collective, and its bytes by ``bandwidth``. Nothing overlaps, and
-    no rank waits for a slower one. So use the times to compare choices, not as predictions.
+    A layer takes the time of its floating-point operations or of its memory traffic, whichever is longer, and the time
+    of its communication. A message or collective takes ``latency``, and its bytes divided by ``bandwidth``. Nothing
+    overlaps, and no rank waits for a slower one. So use the times to compare choices, not as predictions.
 
     Attributes:
         flops: floating-point operations per second of a rank.
@@ -38,7 +38,7 @@ class Machine:
         )
 
     def seconds(self, found: Explanation, rank: int) -> float:
-        """How long a rank takes."""
+        """Return the time of a rank."""
         total = 0.0
         for share in (layer.shares[rank] for layer in found.layers):
             # Each result is read and written once, in backward its gradient and the operand's likewise.

@@ -181,10 +181,10 @@ def operator(
 ) -> Callable[[Build], Build]:
     """Declare the function that makes the plans of an operator, as a decorator. See [Note: plan and run].
 
-    Above autograd (with ``tensors``), the function is called with an :class:`Arguments` and then the arguments of the
-    operator, by torch's names and with torch's defaults, in any order that suits all spellings. The arguments of each
-    spelling are bound by its signature or schema. The function returns a :class:`Plan`. If it returns NotImplemented,
-    the call continues as without a declaration.
+    Above autograd (with ``tensors``), the function gets an :class:`Arguments` and then the arguments of the operator.
+    It takes these by torch's names and with torch's defaults, in any order that suits all spellings. The arguments of
+    each spelling are bound by its signature or schema. The function returns a :class:`Plan`. If it returns
+    NotImplemented, the call continues as without a declaration.
 
     Below autograd (without ``tensors``), the spellings are overloads such as ``torch.ops.aten.flip.default``. The
     function is called with a :class:`shardtensor.dispatch.planning.AtenCall`, and returns a

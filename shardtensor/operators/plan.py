@@ -35,7 +35,7 @@ class Plan:
         saved_for: by position, the other tensor whose gradient alone needs a saved tensor. None is saved instead if
             that other tensor, a frozen weight, requires no grad.
         total: the sum over ranks for the gradients of plain parameters, if the plan computes it.
-        deferred: the same sum, if it is computed after the backward of the plan, which :attr:`defers` allows.
+        deferred: the same sum, if it is computed after the backward pass of the plan (see :attr:`defers`).
         contributed: by position, the placements of gradients of ShardTensors to which each rank contributes, such as
             those of parameters in half precision.
         sums: whether the gradients of parameters are contributions, which the ranks sum now or later.

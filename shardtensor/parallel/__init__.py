@@ -1,15 +1,15 @@
 """Domain parallelism together with data parallelism (FSDP2) and tensor parallelism, on one mesh with named axes.
 
-[Note: whose gradients] Along the domain axis every rank has all weights and a part of each sample; its weight gradients
-have to be *summed*. Along the data axis every rank has samples of its own; gradients are *averaged*, as usual. There
+[Note: whose gradients] Along the domain axis every rank has all weights and a part of each sample, so weight gradients
+have to be *summed*. Along the data axis every rank has samples of its own, so gradients are *averaged*, as usual. There
 are two ways to do both:
 
-- Weights stay plain. Their gradients are complete over the domain after the backward pass, and the wrapper of the model
+- Weights stay plain. Their gradients are complete over the domain after the backward pass. So the wrapper of the model
   (FSDP2, FSDP1, DDP, replicate) need not know about the domain. Inputs are ShardTensors on ``mesh["domain"]``.
 - ``spmd=True``: weights are DTensors on all axes, and so is the input, with the batch sharded over the data axis. A
   gradient is a contribution on every axis, and FSDP2 sums all of them in its one reduce-scatter.
 
-:func:`parallelize` does either; each of its steps is a function of this module or of torch.
+:func:`parallelize` prepares a model for either way. Each of its steps is a function of this module or of torch.
 """
 
 from __future__ import annotations
@@ -83,8 +83,8 @@ def parallelize(
         domain: the axis over which samples are sharded.
         tensor, plan: the axis over which weights are sharded, and the weights to shard; see :func:`tensor_parallel`.
         shard: axes over which FSDP2 shards weights, gradients and optimizer state; default: the data axis. With the
-            domain axis as well, every rank keeps ``1 / (data * domain)`` of them. ``()``: no FSDP2; wrap the model in
-            DDP over ``mesh[data]`` yourself.
+            domain axis as well, every rank keeps ``1 / (data * domain)`` of them. With ``()`` there is no FSDP2: wrap
+            the model in DDP over ``mesh[data]`` yourself.
         units: classes of modules that FSDP2 gathers one at a time.
         spmd: whether weights are DTensors on all axes (torch 2.13 or newer), see [Note: whose gradients].
         options: for ``fully_shard``, such as ``reshard_after_forward`` and ``mp_policy``.
@@ -317,7 +317,8 @@ def contribute_gradients(model: nn.Module) -> None:
 
     FSDP2 with ``dp_mesh_dims`` sums gradients over these axes, as if each was a contribution. Gradients from
     ShardTensors are contributions. But operators of DTensor (``softplus(self.step) * x``) may give a parameter a
-    complete gradient, which would be added once per rank. After this call, one rank keeps it, and the others get zeros.
+    complete gradient, which would be added once per rank. After this call, one rank keeps such a gradient, and the
+    others get zeros.
 
     Example::
 

@@ -60,15 +60,15 @@ class DomainParallel(ParallelStyle):
     Plain inputs hold the global tensor on every rank of the mesh, so sharding them sends nothing. ShardTensors and
     DTensors are redistributed. The gradients of plain inputs and weights are plain, global, and equal on all ranks.
 
-    A warning is given if the program first calls a method without the style, which runs the submodules on plain
-    tensors, or if it ends before a method with the style has run.
+    The program gets a warning if it first calls a method without the style, because this runs the submodules on plain
+    tensors. It also gets one if it ends before a method with the style has run.
 
     Args:
-        inputs: the layout of the inputs: one placement, or on a mesh of several dims a tuple with one per mesh dim.
-            It applies to every tensor in the arguments that has the dims to be sharded, also inside of lists, tuples,
-            dicts and dataclasses. Other tensors stay plain, and count as replicated. Or a dict of layouts by the names
-            of the method's parameters, or a list of layouts by their position, which may be nested like the arguments.
-            Arguments that are left out, or None, stay unchanged.
+        inputs: the layout of the inputs: one placement, or on a mesh of several dims a tuple with one per mesh dim. It
+            applies to every tensor in the arguments that has the dims to be sharded, also inside of lists, tuples,
+            dicts and dataclasses. Other tensors stay plain, and count as replicated. You may also pass a dict of
+            layouts by the names of the method's parameters, or a list of layouts by their position. Both may be nested
+            like the arguments. Arguments that are left out, or None, stay unchanged.
         outputs: the layout of the outputs, or layouts by name or position. None: unchanged. This includes ShardTensors
             in attributes of a returned object, such as a distribution.
         methods: names of the methods that get the style. If one of them calls another, the inner call takes its
@@ -81,12 +81,12 @@ class DomainParallel(ParallelStyle):
         use_local_output: whether outputs are plain tensors, the local tensor of each rank. None: replicated outputs are
             plain, and sharded outputs are ShardTensors.
         when: "always", or "auto": without gradients, run plain inputs without shards if that is faster. The first four
-            calls with inputs of the same shapes measure this, if they take less than 0.1 seconds on shards, and log the
-            result (``logging.getLogger("shardtensor")``, level INFO). Outputs have the same layout in both cases.
+            calls with inputs of the same shapes are timed, if they take less than 0.1 seconds on shards. The result is
+            logged (``logging.getLogger("shardtensor")``, level INFO). Outputs have the same layout in both cases.
             "auto" needs one layout for all outputs.
 
     Raises:
-        TypeError, ValueError: invalid layouts; or, when the style is applied, layouts that do not fit the mesh or the
+        TypeError, ValueError: invalid layouts. When the style is applied: layouts that do not fit the mesh or the
             parameters of a method, or a method that the module does not have. In a call, on every rank, before anything
             is sent: no tensor has the dims to be sharded, or shard sizes do not add up to its length.
         RuntimeError: in the first calls with inputs of a layout, or in all calls with ``SHARDTENSOR_DEBUG=1``, on every

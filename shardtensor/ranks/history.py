@@ -409,9 +409,9 @@ def check_conflict(group: str) -> None:
 def take_turns() -> Iterator[None]:
     """Let several threads communicate on one mesh, one at a time, each inside this block.
 
-    Without it, only one thread may communicate on a mesh. All ranks must enter the blocks in the same order. In a
-    server, let rank 0 choose the next request, and tell the others. Blocks may be nested. A thread waits at the start
-    of its block until all other threads have left theirs.
+    Without this context, only one thread may communicate on a mesh. All ranks must enter the blocks in the same order.
+    In a server, let rank 0 choose the next request, and tell the others. Blocks may be nested. A thread waits at the
+    start of its block until all other threads have left theirs.
 
     Example:
         >>> import shardtensor

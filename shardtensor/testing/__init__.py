@@ -1,13 +1,13 @@
-"""Tools to test distributed operators, ours and users' own.
+"""Tools to test distributed operators, of this package and your own.
 
-- :func:`run_distributed` and :func:`run_expecting_errors` call a function on every rank of a pool of processes;
-  :func:`shared_mesh` gives it a mesh there.
+- :func:`run_distributed` and :func:`run_expecting_errors` call a function on every rank of a pool of processes. There,
+  :func:`shared_mesh` returns a mesh.
 - :func:`assert_matches_unsharded` compares a function on shards with the same on global tensors, gradients included;
   :func:`shard` makes a ShardTensor of a global tensor.
 - :func:`on_device` gives the ranks devices other than the CPU.
 - :func:`count_communication` counts messages, bytes and collectives.
-- :func:`late_communication` makes results come, and buffers be read, as late as NCCL may.
-- :func:`simulate_ranks` runs a function as each rank of a huge world in turn, without processes.
+- :func:`late_communication` delays results, and reads of buffers, as much as NCCL may.
+- :func:`simulate_ranks` runs a function as each rank of a large world in turn, without processes.
 
 ``import shardtensor`` does not import this package.
 """

@@ -88,11 +88,11 @@ def assert_matches_unsharded(
     atol: float | None = None,
     check_grads: bool = True,
 ) -> Any:
-    """Assert that a function returns the same on shards as on global tensors. Every rank must call this alike.
+    """Assert that a function returns the same on shards as on global tensors. Every rank must make the same call.
 
     It compares outputs, gradients of all floating-point inputs, gradients of a module's parameters, and its buffers. It
-    checks that local shapes fit the spec, that gradients have the layout of their inputs, and that gradients of
-    parameters are equal on all ranks. A module is copied, and does not change.
+    checks that local shapes fit the spec, and that gradients have the layout of their inputs. Gradients of parameters
+    must be equal on all ranks. A module is copied, and does not change.
 
     >>> def check_conv():
     ...     torch.manual_seed(0)

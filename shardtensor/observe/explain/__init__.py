@@ -1,7 +1,7 @@
 """Look before you train: what a model would do on the ranks of a mesh, worked out in one process without a cluster.
 
-``explain`` runs the model once as each rank, on tensors without values, with the machinery that a real run has; so its
-counts are those of a real run.
+``explain`` runs the model once as each rank, on tensors without values, with the code of a real run. So its counts are
+those of a real run.
 """
 
 from __future__ import annotations
@@ -43,13 +43,14 @@ def explain(
 ) -> Explanation:
     """Preview a model on the ranks of a mesh, layer by layer, in one process and with little memory.
 
-    For every operator and every rank it reports the shape of the result, messages and bytes, memory kept for the
-    backward pass, floating-point operations, and refusals with their remedy. The model runs once as each rank, on
-    tensors without values. Communication is counted and not sent. A refused operator is replaced by a result of the
-    right shape, and the run continues.
+    For every operator and every rank, the preview has the shape of the result, messages and bytes, the memory kept for
+    the backward pass, and floating-point operations. It lists refusals with their remedy. The model runs once as each
+    rank, on tensors without values. Communication is counted and not sent. A refused operator is replaced by a result
+    of the right shape, and the run continues.
 
-    If process groups exist, one rank may call it alone: the model then runs in a forked copy of the process, on the
-    CPU. torch refuses a backward pass in the copy after one on a GPU: call it before, or without ``backward``.
+    If process groups exist, one rank may call this function alone: the model then runs in a forked copy of the process,
+    on the CPU. torch refuses a backward pass in the copy after one on a GPU. Call this function before, or without
+    ``backward``.
 
     The model is copied, and does not change. It may be on the meta device, and larger than memory. If it reads values
     (``x.item()``, ``if x.sum() > 0``), it runs with values instead, which takes the memory of one rank.
@@ -65,9 +66,9 @@ def explain(
             input. Default: torch.chunk's sizes.
         backward: whether to run a backward pass. A function computes the loss from the model's result. Otherwise each
             result gets a gradient in its own layout, which needs no communication.
-        ranks: the ranks to run. Default: up to 8 ranks all; of more, the first, the middle and the last rank, and those
-            with the largest and the smallest shard.
-        values: whether tensors have values. Default: if the model needs them.
+        ranks: the ranks to run. Default: all of up to 8 ranks. In larger worlds, the first, the middle and the last
+            rank, and those with the largest and the smallest shard.
+        values: whether tensors have values. Default: only if the model needs them.
         kwargs: keyword arguments of the model; tensors among them stay plain.
 
     Raises:

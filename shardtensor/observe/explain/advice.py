@@ -28,10 +28,10 @@ class Choice:
 
     Attributes:
         mesh, dims, sizes: the mesh's shape, the tensor dim of each mesh dim, and the shard sizes by mesh dim.
-        seconds: of the slowest rank that was run, by the machine model.
+        seconds: the time of the slowest rank that was run, by the machine model.
         memory: bytes of the rank that needs most: weights, inputs and what is kept for the backward pass.
-        bytes_sent: of the rank that sends most.
-        refused: the first refusal, "" where there is none.
+        bytes_sent: the largest number of bytes that a rank sends.
+        refused: the first refusal; "" if there is none.
     """
 
     mesh: tuple[int, ...]
@@ -53,10 +53,10 @@ class Advice:
     """What :func:`shardtensor.advise` found. ``print`` shows it.
 
     Attributes:
-        machine: the one that times are of.
+        machine: the machine that the times assume.
         single: one rank with the global tensor.
         choices: the ways to shard that are not refused, the fastest first.
-        refused: those that are.
+        refused: the ways to shard that are refused.
     """
 
     machine: Machine
@@ -66,12 +66,12 @@ class Advice:
 
     @property
     def best(self) -> Choice | None:
-        """The fastest; None where all are refused."""
+        """The fastest way to shard; None if all are refused."""
         return self.choices[0] if self.choices else None
 
     @property
     def speedup(self) -> float:
-        """How many times as fast as one rank the best choice is; 0 where there is none."""
+        """The time of one rank divided by that of the best choice; 0 if there is none."""
         return self.single.seconds / self.best.seconds if self.best is not None else 0.0
 
     @property
@@ -95,7 +95,7 @@ class Advice:
         return f"<pre>{escape(str(self))}</pre>"
 
     def verdict(self) -> str:
-        """In words, whether to shard and how."""
+        """Return a sentence that says whether to shard, and how."""
         if self.best is None:
             return "Every way to shard is refused."
         ranks = math.prod(self.best.mesh)
@@ -122,16 +122,17 @@ def advise(
 ) -> Advice:
     """Compare the dims, meshes and shard sizes for an input.
 
-    It tries meshes of one to three dims. Shard sizes are even, aligned to the model's strides and patches, or for the
-    fastest of these chosen to balance the ranks. :func:`shardtensor.explain` runs each choice without values, as the
-    first, the middle and the last rank, and the fastest choice as all ranks. A model of the machine estimates times.
+    The function tries meshes of one to three dims. Shard sizes are even, or aligned to the model's strides and patches.
+    For the fastest of these, it also tries sizes that balance the ranks. :func:`shardtensor.explain` runs each choice
+    without values, as the first, the middle and the last rank. It runs the fastest choice as all ranks. A model of the
+    machine estimates times.
 
     Args:
         model, inputs, kwargs, backward: as for :func:`shardtensor.explain`. ``dims`` are those of the first input that
             is a tensor. Other inputs are sharded if they have these dims with the same length.
         ranks: the number of ranks.
-        dims: the dims to try. Default: all with at least two elements for each rank, except dim 0 (the batch, which
-            data parallelism shards), and, for inputs of more than three dims, dim 1 (the channels).
+        dims: the dims to try. Default: all with at least two elements for each rank. Dim 0 is left out (the batch,
+            which data parallelism shards). So is dim 1 (the channels) of inputs of more than three dims.
         machine: the speed of ranks and links: a :class:`Machine`, or "h100", "a100" or "cpu".
         tried: a function that is called with each choice, and the number of choices left.
 

@@ -31,7 +31,8 @@ class Share:
             inputs. 0 if nothing requires a gradient.
         flops: floating-point operations of products and convolutions in the forward pass, and in the backward pass.
         forward, backward: the communication, as :func:`shardtensor.testing.count_communication` counts it.
-        rows, other_rows: the number of rows of other ranks that the layer reads by a sharded index, and that they have.
+        rows, other_rows: the number of rows of other ranks that the layer reads by a sharded index, and the number of
+            rows that those ranks have.
     """
 
     outputs: tuple[tuple[int, ...], ...]

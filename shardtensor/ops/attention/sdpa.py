@@ -55,8 +55,8 @@ def attention_method(name: str) -> Iterator[None]:
         name: "ring": keys and values are sent around a ring of ranks, in blocks. "heads": an all-to-all shards the
             heads instead of the sequence. "fetch": each rank gets all keys and values that its queries attend to in one
             exchange, and holds them until backward. "auto" (default): "fetch" if keys and values are small, and
-            otherwise "ring" or "heads" by an estimate of their times. If the heads or the mask of a call do not allow
-            "heads" or "fetch", the ring is used; see docs/attention.md.
+            otherwise "ring" or "heads" by an estimate of their times. A call whose heads or mask do not allow "heads"
+            or "fetch" uses the ring; see docs/attention.md.
 
     Raises:
         ValueError: another name.
