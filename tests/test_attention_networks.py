@@ -137,8 +137,10 @@ def test_nat(dilation, mesh_shape):
     run_distributed(check, 2 * len(mesh_shape), nat, dilation, mesh_shape, (20, 12))
 
 
-@pytest.mark.parametrize("mesh_shape", [(2,), (2, 2)])
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize(
+    ("attention", "mesh_shape"),
+    [("sdpa", (2,)), ("sdpa", (2, 2)), ("eager", (2,)), pytest.param("eager", (2, 2), marks=pytest.mark.slow)],
+)
 @pytest.mark.parametrize("make", [vit, swin])
 def test_transformers(make, attention, mesh_shape):
     pytest.importorskip("transformers")

@@ -81,7 +81,10 @@ def check_values(ranks, grid):
                 assert_same(found, radius(points, queries, r, max_neighbors=most, loops=loops), like)
 
 
-@pytest.mark.parametrize(("ranks", "grid"), [(1, False), (1, True), (2, False), (3, False), (3, True), (4, True)])
+@pytest.mark.parametrize(
+    ("ranks", "grid"),
+    [(1, False), (2, False), (3, False), (4, True), *(pytest.param(n, True, marks=pytest.mark.slow) for n in (1, 3))],
+)
 def test_values_are_those_of_one_process(ranks, grid):
     run_distributed(check_values, ranks, ranks, grid, timeout=180)
 

@@ -286,7 +286,11 @@ KINDS = [
 ]
 
 
-@pytest.mark.parametrize("options", KINDS, ids=["float", "int", "bfloat16", "autocast", "in place"])
+@pytest.mark.parametrize(
+    "options",
+    [pytest.param(kind, marks=[pytest.mark.slow] * (kind == Options("bfloat16"))) for kind in KINDS],
+    ids=["float", "int", "bfloat16", "autocast", "in place"],
+)
 def test_operators_on_a_gpu(options, emulated):
     """The first sample of every twentieth operator; ``python -m operator_sweep --device emulated`` takes all."""
     report = sweep(operator_names()[5::20], 2, replace(options, limit=1))

@@ -823,6 +823,7 @@ def test_weights_and_buffers_are_made_equal_along_the_domain():
     assert all(map(torch.equal, results[0], results[1])) and all(map(torch.equal, results[2], results[3]))
 
 
+@pytest.mark.slow
 def test_the_example_with_fsdp_passes_its_check():
     """A program with FSDP2 and a domain, told of in the docs; random pixels in place of the globe's data."""
     example = ROOT / "examples" / "fsdp_domain.py"

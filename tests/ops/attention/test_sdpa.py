@@ -586,7 +586,7 @@ def check_compiled(dtype: torch.dtype) -> None:
             )
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)])
 def test_compiled_rings_on_a_device(dtype, emulated):
     run_distributed(check_compiled, 2, dtype, timeout=180.0)
 

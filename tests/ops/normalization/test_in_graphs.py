@@ -59,7 +59,7 @@ def check_norms(shape, memory_format, dim, sizes, backend="aot_eager"):
         ((2, 6, 17, 5), torch.contiguous_format, 2, (11, 0, 6)),
         pytest.param((2, 6, 17, 33), torch.channels_last, 3, (1, 32), marks=pytest.mark.slow),
         pytest.param((1, 6, 7, 2, 5), torch.contiguous_format, 2, (5, 2), marks=pytest.mark.slow),
-        ((3, 6, 97), torch.contiguous_format, 0, (1, 2)),
+        pytest.param((3, 6, 97), torch.contiguous_format, 0, (1, 2), marks=pytest.mark.slow),
     ],
 )
 def test_norms_give_one_devices_numbers(shape, memory_format, dim, sizes):
