@@ -102,7 +102,7 @@ def represents_view(tensor: object) -> bool:
 def share_writes(tensor: Tensor, same: Tensor) -> None:
     """Count what is written to a tensor and to another one with its memory, its ``.data`` or ``detach()``, together."""
     whole, other = cast(Any, whole_of(tensor)), cast(Any, same)
-    if whole._writes is None:
+    if getattr(whole, "_writes", None) is None:  # it may be of another class
         whole._writes = [0]
     other._writes = whole._writes
 

@@ -230,16 +230,11 @@ def check_raised(group: dist.ProcessGroup) -> None:
 
 def _conflict(group: dist.ProcessGroup, why: str) -> LostRankError:
     """The error that all ranks of the group raise. Waits for them to know it, as the store may go with this rank."""
-    name, end = group.group_name, time.monotonic() + GRACE
+    name = group.group_name
     _say_raised(RanksDiffer(why), conflict=name)
     if (post := _post) is not None:
         others = _others(group, post.rank)
-
-        def wait() -> None:
-            while time.monotonic() < end and any((post.said_by(r) or {}).get("conflict") != name for r in others):
-                time.sleep(_POLL)
-
-        _ask(wait)
+        _ask(lambda: _in_time(lambda: all((post.said_by(r) or {}).get("conflict") == name for r in others)))
     return _error(name, why, None)
 
 
@@ -327,8 +322,13 @@ def _read(post: _Post, ranks: Sequence[int], found: dict[int, dict[str, Any]]) -
 
 def _say_and_wait(post: _Post, what: str, ranks: Sequence[int], found: dict[int, dict[str, Any]]) -> bool:
     post.say(what)
+    return _in_time(lambda: _read(post, ranks, found))
+
+
+def _in_time(happened: Callable[[], bool]) -> bool:
+    """Whether something happens before other ranks are no longer waited for."""
     end = time.monotonic() + GRACE
-    while not _read(post, ranks, found):
+    while not happened():
         if time.monotonic() > end:
             return False
         time.sleep(_POLL)
