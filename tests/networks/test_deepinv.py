@@ -65,6 +65,7 @@ def equivariant(d: Any) -> nn.Module:
     return network
 
 
+OF_DIFFUSION = {"channel_mult": (1, 2), "num_blocks": 1, "attn_resolutions": (8,), "pretrained": None, "dropout": 0.0}
 DENOISERS = {
     "Restormer": denoiser(
         "Restormer",
@@ -89,11 +90,7 @@ DENOISERS = {
         (1, 3, 16, 16),
         img_resolution=16,
         model_channels=32,
-        channel_mult=(1, 2),
-        num_blocks=1,
-        attn_resolutions=(8,),
-        pretrained=None,
-        dropout=0.0,
+        **OF_DIFFUSION,
     ),
     "SRResNet": denoiser("SRResNet", SMALL, of_image, train=True, num_blocks=1, feats=8),
     "UNet": denoiser(
@@ -117,11 +114,7 @@ DENOISERS = {
         tolerance=1e-5,
         img_resolution=16,
         model_channels=32,
-        channel_mult=(1, 2),
-        num_blocks=1,
-        attn_resolutions=(8,),
-        pretrained=None,
-        dropout=0.0,
+        **OF_DIFFUSION,
     ),
     "DScCP": denoiser("DScCP", SMALL, drawing, depth=3, n_channels_per_layer=8, pretrained=None),
     "GSDRUNet": denoiser("GSDRUNet", backward=False, default=torch.float64, nc=(4, 8, 8, 8), nb=1, pretrained=None),
