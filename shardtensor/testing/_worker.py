@@ -166,7 +166,7 @@ def main() -> None:
         torch.set_num_threads(1)
         device, backend = torch.device("cpu"), "gloo"
         if device_type != "cpu":
-            device = torch.device(device_type, rank)
+            device = torch.device(device_type, int(os.environ["LOCAL_RANK"]))  # which a preload may have changed
             backend = f"cpu:gloo,{device_type}:{dist.get_default_backend_for_device(device)}"
         limit = timedelta(seconds=collective_timeout)
         store = dist.TCPStore(  # type: ignore[attr-defined]

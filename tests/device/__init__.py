@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager
 
-NAMES = ("cpu", "emulated", "cuda")
+NAMES = ("cpu", "emulated", "cuda", "one-gpu", "one-gpu-nccl")
 
 
 def on(name: str) -> AbstractContextManager[None]:
@@ -30,4 +30,6 @@ def on(name: str) -> AbstractContextManager[None]:
 
         library()
         return on_device("cuda", preload="device.emulated")
+    if name in ("one-gpu", "one-gpu-nccl"):
+        return on_device("cuda", preload="device.one_gpu" if name == "one-gpu" else "device.nccl_on_one_gpu")
     return on_device("cpu", preload="gloo_threads") if name == "cpu" else on_device(name)
