@@ -922,7 +922,8 @@ def test_files_of_every_kind(kind, tmp_path):
 @host_program()
 def to_file(kind, path):
     """Sharded otherwise than the file's chunks, copied on an axis, contributions, an empty shard; step after step."""
-    mesh, values = grid(), torch.from_numpy(VALUES)
+    mesh = grid()
+    values = torch.from_numpy(VALUES).to(mesh.device_type)
     if kind == "zarr":
         import zarr
 
@@ -962,7 +963,7 @@ class Full:
 
 
 def to_a_full_disk():
-    mesh = shared_mesh(2, device_type="cpu")
+    mesh = shared_mesh(2)
     write(Full(), shard(torch.ones(4), mesh, [Shard(0)]))
 
 
