@@ -91,7 +91,7 @@ def dense_attention(
         mask = torch.cat([mask, torch.ones(len(mask), additional_keys.shape[1], dtype=torch.bool)], 1)
     k, v = (t.repeat_interleave(q.shape[2] // t.shape[2], dim=2) for t in (k, v))
     scores = torch.einsum("bqhd,bkhd->bqhk", q, k) * (scale or q.shape[-1] ** -0.5)
-    scores = scores.masked_fill(~mask[:, None], -math.inf)
+    scores = scores.masked_fill(~mask[:, None].to(scores.device), -math.inf)
     out = torch.einsum("bqhk,bkhd->bqhd", scores.softmax(-1), v).reshape(*query.shape[:-1], v.shape[-1])
     return (out, scores.logsumexp(-1).reshape(query.shape[:-1])) if return_lse else out
 

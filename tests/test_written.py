@@ -251,6 +251,7 @@ def compare_programs(ranks, sizes):
         )
 
 
+@pytest.mark.on_device
 @pytest.mark.parametrize(("ranks", "sizes"), [(2, (5, 2)), (2, (0, 7)), (3, (4, 0, 3))])
 def test_a_plain_tensor_becomes_a_shard_tensor(ranks, sizes):
     run_distributed(compare_programs, ranks, ranks, sizes)

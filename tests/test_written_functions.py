@@ -45,7 +45,7 @@ class Made(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         x, _ = ctx.saved_tensors
-        out = torch.zeros(x.shape, dtype=x.dtype)
+        out = torch.zeros(x.shape, dtype=x.dtype, device=x.device)
         out[:, :2] = (2 * x * grad)[:, :2]
         out[:, 2:] = (2 * x * grad)[:, 2:]
         return out, None

@@ -593,7 +593,8 @@ def tensors_with_memory_of(tensor: torch.Tensor, classes: Collection[type]) -> l
     """
     storage = tensor.untyped_storage()
     count = torch._C._storage_Use_Count(storage._cdata) - 1  # without the object of the storage
-    if not storage.resizable() or storage.is_shared():
+    # Of memory on a GPU torch always says that it is shared. What comes from another process cannot be resized there.
+    if not storage.resizable() or (storage.device.type == "cpu" and storage.is_shared()):
         return None
     found = {id(tensor): tensor}
     if tensor._base is not None and (count != 2 or _references_to_base(tensor) > _WITHOUT_PROGRAM):

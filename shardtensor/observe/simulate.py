@@ -117,8 +117,14 @@ def _report(sending: Connection, function: Callable[..., Any], args: tuple[Any, 
     forget()
     try:
         message = pickle.dumps((function(*args), None, ""))
-    except Exception as error:
-        shown = traceback.format_exc()
+    except Exception as raised:
+        error, shown = raised, traceback.format_exc()
+        if "autograd's threading" in str(raised):
+            error = RuntimeError(
+                "there was a backward pass on a device, whose threads a forked process has not, so that nothing is "
+                "differentiated in it. It was forked because a process group is running: call this before the first "
+                "backward pass, before init_process_group, or in a separate program"
+            )
         try:
             message = pickle.dumps((None, error, shown))
             pickle.loads(message)

@@ -20,8 +20,13 @@ def made():
     return nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.GroupNorm(2, 8), nn.GELU())
 
 
-IMAGE = torch.empty(1, 3, 130, 270)
-LAYOUT = {"mesh": 4, "shard": 2, "shard_sizes": {0: (100, 0, 13, 17)}, "backward": True}
+def image():
+    return torch.empty(1, 3, 130, 270)
+
+
+DIFFERENTIATED = pytest.mark.on_cpu("a copy of a process has no threads for the backward passes of devices")
+
+LAYOUT = {"mesh": 4, "shard": 2, "shard_sizes": {0: (100, 0, 13, 17)}}
 
 
 def step(model):
@@ -30,38 +35,55 @@ def step(model):
     return [p.grad.clone() for p in model.parameters()]
 
 
-def explain_on_rank_0():
+def explain_on_rank_0(backward):
     """Between two steps, whose groups, caches and histories it must leave as they are."""
     model = made()
     before = step(model)
-    found = shardtensor.explain(model, IMAGE, **LAYOUT).to_dict() if dist.get_rank() == 0 else None
+    found = None
+    if dist.get_rank() == 0:
+        found = shardtensor.explain(model, image(), backward=backward, **LAYOUT).to_dict()
     assert dist.get_world_size() == 2
     torch.testing.assert_close(step(model), before, rtol=0, atol=0)
     return found
 
 
-def test_explain_says_what_it_says_without_a_group():
-    found, nothing = run_distributed(explain_on_rank_0, 2)
-    assert found == shardtensor.explain(made(), IMAGE, **LAYOUT).to_dict() and nothing is None
+@pytest.mark.parametrize("backward", [pytest.param(True, marks=DIFFERENTIATED), False])
+def test_explain_says_what_it_says_without_a_group(backward):
+    found, nothing = run_distributed(explain_on_rank_0, 2, backward)
+    assert found == shardtensor.explain(made(), image(), backward=backward, **LAYOUT).to_dict() and nothing is None
+
+
+def explain_after_a_step():
+    step(model := made())
+    try:
+        shardtensor.explain(model, image(), backward=True, **LAYOUT)
+    except RuntimeError as error:
+        return str(error)
+
+
+def test_a_copy_has_no_threads_for_devices(emulated):
+    for error in run_distributed(explain_after_a_step, 2):
+        assert "call this before the first backward pass, before init_process_group" in error
 
 
 def advise_on_all():
     step(model := made())
     tried = []
-    found = shardtensor.advise(model, IMAGE, ranks=2, machine="cpu", tried=lambda choice, left: tried.append(left))
+    found = shardtensor.advise(model, image(), ranks=2, machine="cpu", tried=lambda choice, left: tried.append(left))
     step(model)
     return str(found), tried
 
 
+@DIFFERENTIATED
 def test_advise_says_what_it_says_without_a_group():
-    expected = str(shardtensor.advise(made(), IMAGE, ranks=2, machine="cpu"))
+    expected = str(shardtensor.advise(made(), image(), ranks=2, machine="cpu"))
     for text, tried in run_distributed(advise_on_all, 2):
         assert text == expected
         assert tried == [1, 0]
 
 
 def read_values():
-    found = shardtensor.explain(lambda x: x * x.sum().item(), torch.ones(4, 6), mesh=2, shard=0)
+    found = shardtensor.explain(lambda x: x * x.sum().item(), torch.ones(4, 6, device="cpu"), mesh=2, shard=0)
     return found.notes
 
 

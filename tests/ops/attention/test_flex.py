@@ -108,6 +108,7 @@ def test_layouts(world, cases):
 def check_blocks() -> None:
     """What kernels see of a mask: full blocks, and of others what its function says. Eager mode looks at no blocks."""
     document = torch.randint(3, (2, 97)).sort(1).values
+    where = document.device
 
     def seen(b, h, i, j):
         return (document[b, i] == document[b, j]) & (i >= j)
@@ -116,7 +117,7 @@ def check_blocks() -> None:
         query = shard(torch.empty(2, 1, 97, 4), shared_mesh(3), axes, {0: sizes})
         if not query.to_local().numel():
             continue
-        mask = create_block_mask(seen, 2, 1, 97, 97, "cpu", 16).as_tuple()
+        mask = create_block_mask(seen, 2, 1, 97, 97, where, 16).as_tuple()
         part, before = FlexCall(lambda score, *_: score, mask, 1.0, {}, ((), ())).of_part(query._spec)
         (start, _), (batch, end) = query._spec.interval(0), query.to_local().shape[::2]
         start, batches = (start, slice(None)) if axes == [Shard(2)] else (0, slice(start, start + batch))
@@ -124,8 +125,9 @@ def check_blocks() -> None:
             BlockMask.from_kv_blocks(*part.mask[at : at + 2], BLOCK_SIZE=16).to_dense().bool() for at in (2, 4)
         )
         at = torch.arange(before + end)[:, None] // 16, torch.arange(97) // 16
-        shown = create_mask(lambda b, h, i, j, seen=part.mask[-1]: seen(b, h, i, j), batch, 1, before + end, 97, "cpu")
-        whole = create_mask(seen, 2, 1, 97, 97, "cpu")[batches, :, start - before : start + end]
+        told = part.mask[-1]
+        shown = create_mask(lambda b, h, i, j, told=told: told(b, h, i, j), batch, 1, before + end, 97, where)
+        whole = create_mask(seen, 2, 1, 97, 97, where)[batches, :, start - before : start + end]
         assert torch.equal(shown & partly[(..., *at)] | entirely[(..., *at)], whole)
 
 
@@ -137,7 +139,7 @@ def check_function(compiled: bool) -> None:
     """torch's own function, with functions that have captured a table that is learned."""
     torch.manual_seed(0)
     document = torch.randint(3, (33,)).sort().values
-    mask = create_block_mask(lambda b, h, i, j: document[i] == document[j], None, None, 33, 33, "cpu", 128)
+    mask = create_block_mask(lambda b, h, i, j: document[i] == document[j], None, None, 33, 33, document.device, 128)
     dtype = torch.float32 if compiled else torch.float64
     call = torch.compile(flex_attention, fullgraph=True) if compiled else flex_attention
     tensors = [*torch.randn(3, 1, 2, 33, 16, dtype=dtype), torch.randn(2, 33, dtype=dtype)]
@@ -224,13 +226,13 @@ def refused(which: str) -> None:
     q = shard(x, shared_mesh(2), [Shard(3 if which == "features" else 2)])
     bias = shard(x[0, 0, :, 0], shared_mesh(2), [Shard(0)])
     if which == "mask":
-        create_block_mask(lambda b, h, i, j: bias[i] > bias[j], 1, 1, 80, 80, "cpu")
+        create_block_mask(lambda b, h, i, j: bias[i] > bias[j], 1, 1, 80, 80, bias.device)
     elif which == "documents":
         varlen_attn(*[q[0].transpose(0, 1)] * 3, *[torch.tensor([0, 3, 8], dtype=torch.int32)] * 2, 5, 5)
     elif which == "nested":
         torch.nested.nested_tensor_from_jagged(q[0, 0], torch.tensor([0, 3, 8]))
     elif which == "captured":
-        mask = create_block_mask(lambda b, h, i, j: i >= j, 1, 1, 8, 8, "cpu", 8).as_tuple()
+        mask = create_block_mask(lambda b, h, i, j: i >= j, 1, 1, 8, 8, q.device, 8).as_tuple()
         flex_attention_operator(q, q, q, lambda score, b, h, i, j, bias: score + bias[i], mask, 1.0, {}, (bias,), ())
     empty = q[:, :, :0] if which == "keys" else q
     flex_attention(q, empty, empty)

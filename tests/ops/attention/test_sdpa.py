@@ -400,7 +400,11 @@ def check_kernel_of_one_device(shape):
         assert torch.equal(a.full_tensor(), b)
 
 
-@pytest.mark.parametrize("shape", [(4, 7, 8), (4, 2, 7, 8)], ids=str)
+# GPUs compute scores of three dims by products, which are rounded otherwise for other numbers of batches.
+PRODUCTS = pytest.param((4, 7, 8), marks=pytest.mark.on_cpu("rounding depends on the number of batches"))
+
+
+@pytest.mark.parametrize("shape", [PRODUCTS, (4, 2, 7, 8)], ids=str)
 def test_batches_are_computed_by_the_kernel_of_one_device(shape):
     run_distributed(check_kernel_of_one_device, 2, shape)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from functools import partial
 
 import pytest
 import torch
@@ -20,6 +21,18 @@ OPTIMIZERS = {
     "Adagrad": lambda p: torch.optim.Adagrad(p, lr=0.1, fused=True),
     "AdamW, foreach": lambda p: torch.optim.AdamW(p, lr=0.1, foreach=True),
 }
+
+
+def has_kernel(make):
+    """Whether torch has this optimizer on the device: torch 2.11 has no fused Adagrad for CUDA, for example."""
+    p = nn.Parameter(torch.ones(2))
+    p.grad = torch.ones(2)
+    try:
+        make([p]).step()
+    except RuntimeError as error:
+        assert "supported devices" in str(error)
+        return False
+    return True
 
 
 def parameters(whole, sharded):
@@ -54,7 +67,7 @@ def trained(name, sharded, clip):
 
 
 def check_steps():
-    for name in OPTIMIZERS:
+    for name in filter(lambda name: has_kernel(OPTIMIZERS[name]), OPTIMIZERS):
         for clip in (False, True):
             (got, norms), (expected, whole_norms) = trained(name, True, clip), trained(name, False, clip)
             for a, b in zip(got, expected):
@@ -111,8 +124,10 @@ def on_uneven_shards(names):
 
     for i, (name, options) in enumerate((name, options) for name in names for options in KINDS):
         make = getattr(torch.optim, name)
-        if not set(options) <= set(inspect.signature(make).parameters):
+        if not set(options) <= set(inspect.signature(make).parameters) or not has_kernel(partial(make, **options)):
             continue
+        # Its factors are of float32, and rounded otherwise for lists, the default of devices for plain tensors.
+        rtol = 1e-6 if name == "ASGD" and not options and whole[0].device.type != "cpu" else 1e-10
         clip = [nn.utils.clip_grad_norm_, nn.utils.clip_grad_value_][i % 2]
         # What Rprop(foreach=True) copies to a DTensor's gradient is a ShardTensor, which is refused.
         for kind in ("shards", "mixed") if name != "Rprop" else ("shards",):
@@ -129,7 +144,7 @@ def on_uneven_shards(names):
                 results.append([*ps, norm])
             for one, other in zip(*results, strict=True):
                 other = other.full_tensor() if isinstance(other, DTensor) else other
-                if not torch.allclose(one, other, rtol=1e-10, atol=1e-12):
+                if not torch.allclose(one, other, rtol=rtol, atol=rtol / 100):
                     failures.append(f"{name} {options} {kind}")
     return failures
 
@@ -168,7 +183,7 @@ def check_orders_of_memory():
     weight = torch.randn(6, 4, 3, 3, dtype=torch.float64)
     permuted = weight.transpose(0, 1).contiguous().transpose(0, 1)
     for value in (weight, weight.contiguous(memory_format=torch.channels_last), permuted):
-        for name in OPTIMIZERS:
+        for name in filter(lambda name: has_kernel(OPTIMIZERS[name]), OPTIMIZERS):
             for got, expected in zip(trained_on(name, value, True), trained_on(name, value, False)):
                 torch.testing.assert_close(got, expected, msg=f"{name}, {value.stride()}")
 

@@ -54,4 +54,5 @@ def test_it_is_the_patch_that_tells():
     assert run_distributed(without_patches, 2) == ["shardtensor"] * 2
     assert "opt_einsum.contract.infer_backend" in patches.installed()
     numbers = torch.randn(3, 4, dtype=torch.float64)
-    assert torch.equal(opt_einsum.contract("ij,kj->ik", numbers, numbers), torch.einsum("ij,kj->ik", numbers, numbers))
+    found, expected = (einsum("ij,kj->ik", numbers, numbers) for einsum in (opt_einsum.contract, torch.einsum))
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)

@@ -126,9 +126,10 @@ def check_left_out():
     deficient = tall.clone()
     deficient[3] = deficient[3, :, :1]  # a matrix of rank 1, which one rank has
     b = torch.randn(5, 4, 2, dtype=torch.float64)
+    drivers = ("gels", "gelsy", "gelsd", "gelss") if tall.device.type == "cpu" else ("gels",)  # all that CUDA has
     functions = {
         f"lstsq by {driver}": lambda a, b, d=driver: tuple(linalg.lstsq(a.detach(), b.detach(), driver=d))
-        for driver in ("gels", "gelsy", "gelsd", "gelss")
+        for driver in drivers
     }
     functions["qr"] = lambda a, b: tuple(linalg.qr(a.detach(), mode="r"))
     functions["lu_unpack"] = lambda a, b: torch.lu_unpack(*linalg.lu_factor_ex(a.detach())[:2], unpack_data=False)

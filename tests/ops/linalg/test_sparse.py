@@ -324,6 +324,7 @@ def check_reductions(placements, sizes, columns):
         )
 
 
+@pytest.mark.on_cpu("GPUs have no kernel for these reductions")
 @pytest.mark.parametrize(
     ("placements", "sizes", "columns"), [([Shard(0)], {0: (6, 3)}, 1), ([Shard(1)], {0: (1, 2)}, 3)]
 )

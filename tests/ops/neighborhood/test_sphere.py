@@ -29,13 +29,14 @@ library.define(
 
 def dense(kw, vw, qw, quad_weights, col_idx, row_off, seg, seg_off, nh, nlon_in, nlat_out, nlon_out):
     """All scores, of which those outside the neighborhood do not count."""
-    gathers, nlat_in = nlon_in % nlon_out == 0, kw.shape[1]
+    gathers, nlat_in, device = nlon_in % nlon_out == 0, kw.shape[1], kw.device
     wide, narrow = max(nlon_in, nlon_out), min(nlon_in, nlon_out)
     assert arcs(seg, seg_off, wide) == [
         set(col_idx[a:b].tolist()) for a, b in zip(row_off.tolist(), row_off.tolist()[1:], strict=False)
     ]
-    row = torch.arange(len(row_off) - 1).repeat_interleave(row_off.diff())
-    mask = torch.zeros(*((nlat_out, nlon_out, nlat_in, nlon_in) if gathers else (nlat_in, nlon_in, nlat_out, nlon_out)))
+    row = torch.arange(len(row_off) - 1, device=device).repeat_interleave(row_off.diff())
+    shape = (nlat_out, nlon_out, nlat_in, nlon_in) if gathers else (nlat_in, nlon_in, nlat_out, nlon_out)
+    mask = torch.zeros(shape, device=device)
     for shift in range(narrow):
         mask[row, shift, col_idx // wide, (col_idx % wide + wide // narrow * shift) % wide] = 1
     mask = mask if gathers else mask.permute(2, 3, 0, 1)
