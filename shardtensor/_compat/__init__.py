@@ -548,18 +548,31 @@ def _keep_effects_ordered(lowering: Any) -> None:
 wrapt.register_post_import_hook(_keep_effects_ordered, "torch._inductor.lowering")
 
 
-def outside_cuda_graphs(operator: torch._ops.OpOverload) -> None:
-    """Have inductor call ``operator`` between the CUDA graphs that it makes of the rest (``mode="reduce-overhead"``).
+def no_cuda_graphs_of(namespace: str) -> None:
+    """Have inductor make no CUDA graphs (``mode="reduce-overhead"``) of a graph with operators of ``namespace``.
 
-    :data:`torch.Tag.cudagraph_unsafe` does so for operators without effects; of those with effects it sees a wrapper.
+    It would split the graph at these operators. But where the operands of a ``cat`` are computed in several parts, it
+    allocates the result in each of them, and loses what was written to it before: seen on a GPU with torch 2.11, and in
+    the code that 2.13 and 2.14 generate.
     """
 
-    name = operator._schema.name
+    def is_of(node: torch.fx.Node) -> bool:
+        called = node.args[1] if node.target is torch.ops.higher_order.with_effects else node.target
+        return isinstance(called, torch._ops.OpOverload) and called.namespace == namespace
 
-    def add(config: Any) -> None:
-        config.custom_should_partition_ops = [*config.custom_should_partition_ops, name]
+    def patch(module: Any) -> None:
+        codegen = module.GraphLowering.codegen
 
-    wrapt.register_post_import_hook(add, "torch._inductor.config")
+        def in_one_part(self: Any) -> Any:
+            if not any(map(is_of, self.module.graph.nodes)):
+                return codegen(self)
+            self.disable_cudagraphs_reason = f"operators of {namespace}, which communicate"
+            with module.config.patch(graph_partition=False):
+                return codegen(self)
+
+        module.GraphLowering.codegen = in_one_part
+
+    wrapt.register_post_import_hook(patch, "torch._inductor.graph")
 
 
 def register_scripting(function: Callable[..., Any], original: Callable[..., Any]) -> None:

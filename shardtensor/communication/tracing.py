@@ -28,8 +28,8 @@ own would wait for each other forever. What is joined is joined from specs, whil
 else to gain: in a chain of convolutions and norms each message depends on the one before it.
 
 [Note: CUDA graphs] A CUDA graph repeats kernels, and nothing that the host does: no number of a ticket, no seed, no
-entry of the history. So no operator of ours is part of one that inductor makes (``mode="reduce-overhead"``): it splits
-its graph at them, calls them as it does without CUDA graphs, and captures what lies between.
+entry of the history. So inductor makes none of a graph with our operators (``mode="reduce-overhead"``): it runs that as
+it does in its default mode.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ import torch
 from torch import Tensor
 from torch.fx.traceback import get_current_meta
 
-from .._compat import OpOverload, goes_into_graph, has_ordered_effects, is_traced, no_frames_of, outside_cuda_graphs
+from .._compat import OpOverload, goes_into_graph, has_ordered_effects, is_traced, no_cuda_graphs_of, no_frames_of
 from ..errors import UnsupportedSharding
 
 __all__ = [
@@ -59,6 +59,7 @@ __all__ = [
 Result = TypeVar("Result")
 
 no_frames_of("shardtensor")
+no_cuda_graphs_of("shardtensor")
 _library = torch.library.Library("shardtensor", "DEF")  # type: ignore[no-untyped-call]
 
 
@@ -82,7 +83,6 @@ def graph_operator(
         )
         if ordered:
             has_ordered_effects(operator)
-            outside_cuda_graphs(operator)
         return operator
 
     return decorate
@@ -138,9 +138,8 @@ def wait(ticket: Tensor, sent: Tensor, shape: Sequence[int], after: Tensor | Non
     finish = _under_way.pop(int(ticket), None)
     if finish is None:
         raise RuntimeError(
-            "wait: nothing was started for this ticket. Was a CUDA graph replayed that contains the start? "
-            "torch._inductor.config.custom_should_partition_ops keeps the operators of shardtensor out of them: "
-            "add your own to that list rather than replace it."
+            "wait: nothing was started for this ticket, or it has been waited for. A CUDA graph that contains "
+            "the start of a communication but not its end cannot be replayed: capture both, or none."
         )
     return finish()
 

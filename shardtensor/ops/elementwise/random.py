@@ -111,8 +111,7 @@ def _check_capture(device: torch.device) -> None:
         "random numbers of sharded tensors (dropout, rand_like, ...)",
         device,
         "the host draws a seed for each call, and every replay would repeat the same numbers",
-        "leave them outside of the captured part, or use torch.compile(mode='reduce-overhead'), which captures what "
-        "lies between them",
+        "leave them outside of the captured part",
     )
 
 
