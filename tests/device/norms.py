@@ -49,10 +49,16 @@ def gather_stats_with_counts(input, mean, invstd, running_mean, running_var, mom
     return average, (sum_of_squares / total + eps).rsqrt()
 
 
+def _summed(t, dims, dtype):
+    """A thread rounds what it gets from its neighbour to the dtype of the input."""
+    own, neighbours = (part.sum(dims) for part in t.tensor_split(2, -1))
+    return own + neighbours.to(dtype).to(t.dtype)
+
+
 def backward_reduce(grad, input, mean, invstd, weight, input_g, weight_g, bias_g):
     dims, wide = _others(input), _wide(grad)
-    total = wide.sum(dims)
-    with_x = (wide * (_wide(input) - _over_channels(mean, input))).sum(dims)
+    total = _summed(wide, dims, grad.dtype)
+    with_x = _summed(wide * (_wide(input) - _over_channels(mean, input)), dims, grad.dtype)
     of_weight = (with_x * invstd).to(weight.dtype) if weight_g else None
     of_bias = total.to(weight.dtype) if bias_g else None
     return (total, with_x) + (of_weight, of_bias) if input_g else (None, None, of_weight, of_bias)

@@ -21,7 +21,7 @@ from torch import Tensor
 from ..._compat import constant_like, has_kernels_of_sync_batch_norm, is_traced, kernel, untraced
 from ...communication.redistribute import all_gather, all_gather_each
 from ...communication.tracing import materialized
-from ..common.alignment import wide_dtype
+from ..common.alignment import wide_dtype, widened
 from .geometry import Geometry
 from .statistics import Merge, Moments
 
@@ -444,6 +444,8 @@ class Synchronized(Kernels):
         """The sums over each channel of the gradient, of the gradient by the centered input, which may be left out, and
         of this scaled, which is a weight's gradient.
         """
+        # CUDA's kernel rounds to half precision what a thread adds to its neighbour's sum.
+        grad, x = widened(grad, x)
         # Of the weight, here ``rstd``, the kernel takes what its gradient is to be like.
         options = of_sums, True, not of_sums
         total, with_x, scaled, alone = torch.batch_norm_backward_reduce(grad, x, mean, rstd, rstd, *options)
