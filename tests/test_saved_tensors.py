@@ -8,6 +8,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+from seeded import seeded
 from torch.distributed.tensor import DTensor, Shard
 
 from shardtensor.testing import run_distributed, shard, shared_mesh
@@ -78,7 +79,7 @@ def gradient(leaf, function, write=lambda x: None, *, result=False):
 
 
 def whole():
-    return torch.randn(1, 2, 9, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    return torch.randn(1, 2, 9, 4, dtype=torch.float64, generator=seeded(0))
 
 
 def check(functions, writes):
