@@ -33,3 +33,13 @@ def on(name: str) -> AbstractContextManager[None]:
     if name in ("one-gpu", "one-gpu-nccl"):
         return on_device("cuda", preload="device.one_gpu" if name == "one-gpu" else "device.nccl_on_one_gpu")
     return on_device("cpu", preload="gloo_threads") if name == "cpu" else on_device(name)
+
+
+def is_gpu(name: str) -> bool:
+    """Whether kernels are CUDA's, which round in their own way, and report a failed assertion in their own words."""
+    return name not in ("cpu", "emulated")
+
+
+def asserted(name: str, text: str) -> str:
+    """What an error says where values that ``text`` is about are looked at on the device."""
+    return "device-side assert" if is_gpu(name) else text

@@ -135,6 +135,13 @@ def _accessed_as(dtype: torch.dtype, **tensors: Tensor | None) -> None:
             raise RuntimeError(f"Expected {name} to have type {_name(dtype)} but got {_name(t.dtype)}")
 
 
+def _contiguous(kernel: str, **tensors: Tensor | None) -> None:
+    """What is read by ``data_ptr`` and without strides."""
+    for name, t in tensors.items():
+        if t is not None and not t.is_contiguous():
+            raise RuntimeError(f"{kernel} reads {name} as contiguous, which it is not: wrong numbers")
+
+
 def _wide(dtype: torch.dtype) -> torch.dtype:
     """In which CUDA adds up."""
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
@@ -276,7 +283,7 @@ def _batch_norm_elemt(input: Tensor, weight: Tensor | None, bias: Tensor | None,
     "aten::batch_norm_backward_reduce",
     source=_NORMALIZATION,
     demands="A gradient of the input's dtype; a weight if its gradient or the bias's is requested; statistics in "
-    "the dtype of sums.",
+    "the dtype of sums, contiguous where channels are last.",
 )
 def _batch_norm_backward_reduce(
     grad_out: Tensor,
@@ -295,12 +302,16 @@ def _batch_norm_backward_reduce(
     _accessed_as(grad_out.dtype, input=input)
     _in_mixed_types(input, weight=weight)
     _accessed_as(_wide(input.dtype), mean=mean, invstd=invstd)
+    if _has_channels_last(grad_out):
+        _contiguous("batch_norm_backward_reduce", mean=mean, invstd=invstd)
 
 
 @contract(
     "aten::batch_norm_backward_elemt",
     source=_NORMALIZATION,
-    demands="A gradient of the input's dtype; weight, statistics and sums in the dtype of sums; counts of type int32.",
+    demands="A gradient of the input's dtype; weight, statistics and sums in the dtype of sums; counts of type int32. "
+    "Where channels are last, or one step apart in memory as each has one element: weight, statistics and sums "
+    "contiguous.",
 )
 def _batch_norm_backward_elemt(
     grad_out: Tensor,
@@ -316,7 +327,10 @@ def _batch_norm_backward_elemt(
     if mean.dtype != invstd.dtype:
         raise RuntimeError("mean and invstd need to have the same data types")
     _accessed_as(grad_out.dtype, input=input)
-    _accessed_as(_wide(input.dtype), mean=mean, invstd=invstd, weight=weight, sum_dy=sum_dy, sum_dy_xmu=sum_dy_xmu)
+    given = {"mean": mean, "invstd": invstd, "weight": weight, "sum_dy": sum_dy, "sum_dy_xmu": sum_dy_xmu}
+    _accessed_as(_wide(input.dtype), **given)
+    if _has_channels_last(grad_out):
+        _contiguous("batch_norm_backward_elemt", **given)
     _read_as(torch.int32, count)
 
 

@@ -1,8 +1,8 @@
 """Importing this makes all ranks share one GPU: they compute on it, and communicate through the host, by gloo.
 
-The kernels and the streams are CUDA's, and every rank has a CUDA context of its own. Communication is not NCCL's: what is
-sent is copied to the host, for which the host waits, and results are copied to the device in ``wait()``, in front of what
-the stream that waits does next. NCCL itself can be had with ``device.nccl_on_one_gpu``.
+The kernels and the streams are CUDA's, and every rank has a CUDA context of its own. Communication is not NCCL's: what
+is sent is copied to the host, for which the host waits, and results are copied to the device in ``wait()``, in front of
+what the stream that waits does next. NCCL itself can be had with ``device.nccl_on_one_gpu``.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from collections import deque
 
 os.environ["LOCAL_RANK"] = "0"
 
-import gloo_threads  # noqa: E402, F401
-import torch  # noqa: E402
-import torch.distributed as dist  # noqa: E402
+import gloo_threads  # noqa: F401
+import torch
+import torch.distributed as dist
 
-from shardtensor._compat import DisableTorchFunction, tree_leaves, tree_map, without_modes  # noqa: E402
-from shardtensor.observe._compat import c10d_operators  # noqa: E402
+from shardtensor._compat import DisableTorchFunction, tree_leaves, tree_map, without_modes
+from shardtensor.observe._compat import c10d_operators
 
 dist.Backend.default_device_backend_map["cuda"] = "gloo"
 

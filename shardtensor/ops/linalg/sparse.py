@@ -321,6 +321,31 @@ class Pattern:
     def matrix(self, values: Tensor) -> Tensor:
         return torch.sparse_csr_tensor(self._starts, self._columns, values, self._shape, check_invariants=False)
 
+    def product(self, values: Tensor, right: Tensor) -> Tensor:
+        """The matrix with these values, times rows."""
+        if not self._is_crowded:
+            product: Tensor = self.matrix(values) @ right
+            return product
+        terms = values.unsqueeze(1) * right[self._columns]
+        return right.new_zeros(self._shape[0], right.shape[1]).index_add_(0, self._rows, terms)
+
+    def sampled(self, left: Tensor, right: Tensor) -> Tensor:
+        """For each entry the product of a row of ``left`` and the conjugate of one of ``right``."""
+        if self._is_crowded:
+            return (left[self._rows] * right[self._columns].conj()).sum(1)
+        none = self.matrix(left.new_zeros(len(self._columns)))
+        values: Tensor = torch.sparse.sampled_addmm(none, left, right.mH, beta=0).values()
+        return values.clone()  # no view of a matrix, which has no strides
+
+    @property
+    def _is_crowded(self) -> bool:
+        """Whether there are more entries than places, as some are repeated: cuSPARSE refuses such a matrix."""
+        return len(self._columns) > self._shape[0] * self._shape[1]
+
+    @property
+    def _rows(self) -> Tensor:
+        return torch.repeat_interleave(self._starts.diff())
+
 
 def _starts(rows: Tensor, n: int) -> Tensor:
     return torch.searchsorted(rows, torch.arange(n + 1, device=rows.device, dtype=rows.dtype))
@@ -333,7 +358,7 @@ class SparseProduct(AutogradFunction):
     def forward(ctx: Any, values: Tensor, rows: Tensor, pattern: Pattern) -> Tensor:
         ctx.save_for_backward(values, rows if ctx.needs_input_grad[0] else None)
         ctx.pattern = pattern
-        return pattern.matrix(values) @ rows
+        return pattern.product(values, rows)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
@@ -352,9 +377,7 @@ class _OfValues(AutogradFunction):
     def forward(ctx: Any, left: Tensor, right: Tensor, pattern: Pattern) -> Tensor:
         ctx.save_for_backward(left, right)
         ctx.pattern = pattern
-        none = pattern.matrix(left.new_zeros(len(pattern.order)))
-        values: Tensor = torch.sparse.sampled_addmm(none, left, right.mH, beta=0).values()
-        return values.clone()  # no view of a matrix, which has no strides
+        return pattern.sampled(left, right)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:

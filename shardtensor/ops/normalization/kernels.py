@@ -376,6 +376,8 @@ class Synchronized(Kernels):
 
     def statistics(self, x: Tensor, running_var: Tensor | None = None, momentum: float = 0.0) -> list[Tensor]:
         """Mean and reciprocal standard deviation for each channel, of all ranks. The running variance is updated."""
+        if not self.geometry.sets:  # nor has any rank that it would be merged with
+            return [self._zeros] * 2
         given = x.view(self.geometry.of_sets) if x.numel() else None
         if not self.geometry.centered:
             return self._of_squares(given)

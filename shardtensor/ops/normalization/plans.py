@@ -390,7 +390,8 @@ class ShardedNorm(Norm):
     def _of_channels(self, parameter: Tensor | None, i: int) -> Tensor | None:
         """The part of weight (0) or bias (1) that belongs to the shard, for the channels of all samples."""
         if parameter is None or self.as_they_are:
-            return parameter
+            # A kernel of CUDA's for channels that are last reads a weight as if it were contiguous.
+            return parameter if parameter is None else parameter.contiguous()
         mine, samples = self._own(parameter, i), self.geometry.samples
         assert mine is not None
         return (mine if samples == 1 else mine.repeat(samples)).to(self.wide)

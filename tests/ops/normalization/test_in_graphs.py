@@ -113,6 +113,7 @@ def check_graphs():
     return loops, read, tuple(own.shape)
 
 
+@pytest.mark.on_cpu("counts loops of the C++ that is made for CPUs")
 def test_loops_have_the_shards_shape_and_read_what_is_materialized_before():
     for loops, read, own in run_distributed(check_graphs, 2, timeout=100):
         assert loops == {own}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+from device import is_gpu
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from shardtensor.testing import assert_matches_unsharded, count_communication, run_distributed, shard, shared_mesh
@@ -60,11 +61,14 @@ def errors(mean, spread, dtype, memory_format):
         (5.0, 2.0, torch.bfloat16, 1e-2),
     ],
 )
-def test_precision(mean, spread, dtype, least, memory_format):
+def test_precision(mean, spread, dtype, least, memory_format, device_of_ranks):
+    times = 1.1
+    if is_gpu(device_of_ranks):  # whose kernel for several processes has other roundings than that for one
+        times, least = 2, least if spread else 1e-2
     for result in run_distributed(errors, 3, mean, spread, dtype, memory_format):
         for name, (ours, torchs) in result.items():
             for error, reference in zip(ours, torchs, strict=True):
-                assert error <= max(1.1 * reference, least), f"{name}: {ours} against torch's {torchs}"
+                assert error <= max(times * reference, least), f"{name}: {ours} against torch's {torchs}"
 
 
 def check_large_shards():

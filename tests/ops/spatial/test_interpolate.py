@@ -37,6 +37,9 @@ def cases():
     result = []
 
     def add(*shape, dims=None, **kwargs):
+        # CUDA's gradient of this one is that of another input than the one which it reads.
+        if torch.version.cuda and kwargs["mode"] == "nearest-exact" and kwargs.get("size") == 1:
+            return
         fn = lambda x: F.interpolate(x, **kwargs)  # noqa: E731
         result.append((str(kwargs), fn, shape, dims or tuple(range(2, len(shape)))))
 
