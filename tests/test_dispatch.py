@@ -186,7 +186,7 @@ def misaligned():
 
 
 def test_operands_with_different_cuts():
-    run_distributed(misaligned, 4)
+    run_distributed(misaligned, 4, timeout=120)
 
 
 def cut_where_the_other_is_broadcast():
@@ -384,6 +384,7 @@ ELSEWHERE = (
 )
 
 
+@pytest.mark.not_emulated("a build without CUDA composes mish_backward for it")
 def test_no_rule_is_left_out():
     missing = [op for op in run_distributed(unexercised, 3, timeout=120)[0]]
     missing = [op for op in missing if not any(op.removeprefix("aten.").startswith(name) for name in ELSEWHERE)]
@@ -398,7 +399,7 @@ def foreign():
 
 
 def large(x):
-    return x.repeat(1, 20000)
+    return x.repeat(1, 60000)
 
 
 REFUSED = {

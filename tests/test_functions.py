@@ -6,6 +6,7 @@ import copy
 
 import pytest
 import torch
+from seeded import seeded
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
@@ -66,7 +67,7 @@ class Into(torch.autograd.Function):
 class Network(nn.Module):
     def __init__(self, program):
         super().__init__()
-        generator = torch.Generator().manual_seed(0)
+        generator = seeded(0)
         self.program = program
         self.w = nn.Parameter(torch.randn(4, 4, dtype=torch.float64, generator=generator))
         self.b = nn.Parameter(torch.randn(4, dtype=torch.float64, generator=generator))

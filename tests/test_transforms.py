@@ -314,6 +314,11 @@ def test_transforms_are_those_of_one_device(world, half, part):
     run_distributed(check, world, half_of(CASES, half)[part::2])
 
 
+def test_the_graph_of_derivatives_within_vmap_on_devices(emulated):
+    """Which autograd would compute in a device's thread, where nodes have numbers of their own."""
+    run_distributed(check, 2, ["backward of a laplacian"])
+
+
 # On an axis of two ranks one has no images, and its local work another graph.
 ON_TWO_AXES = [
     "jvp by weights",

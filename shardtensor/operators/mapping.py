@@ -135,7 +135,8 @@ def _own_rows(
     locals_ = _local_parts(rows, dims, tensors)
     borders = {t.grad_fn for t in locals_ if isinstance(t, Tensor) and t.grad_fn is not None}
     first_inside = first_node_after()
-    results, out_structure = tree_flatten(map_rows(locals_))
+    with torch.autograd.set_multithreading_enabled(False):  # a device's thread numbers its nodes by itself
+        results, out_structure = tree_flatten(map_rows(locals_))
     places: Any = flattened_like(out_dims, out_structure)
     _sum_what_is_held([t for t in results if isinstance(t, Tensor)], borders, first_inside, rows)
     complete = []

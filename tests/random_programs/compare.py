@@ -11,6 +11,7 @@ from typing import TypeVar
 
 import torch
 import torch.distributed as dist
+from seeded import seeded
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
@@ -221,7 +222,7 @@ def unstable(program: Program) -> bool:
     """Whether other rounding would change what one device gives."""
     runs = []
     for seed, scale in ((0, 0.0), (1, 1e-13), (2, 1e-13), (3, 1e-13)):
-        generator = torch.Generator().manual_seed(seed)
+        generator = seeded(seed)
 
         def place(leaf: Leaf, scale: float = scale, generator: torch.Generator = generator) -> torch.Tensor:
             return leaf.value() + scale * torch.randn(leaf.shape, dtype=torch.float64, generator=generator)

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from seeded import seeded
 from torch import nn
 from torch.distributed.tensor import Replicate, Shard
 from torch.utils.checkpoint import checkpoint
@@ -26,11 +27,11 @@ NAME = re.compile(r"\b[tx]\d+\b")
 
 
 def rand(seed: int, shape: tuple[int, ...]) -> torch.Tensor:
-    return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+    return torch.randn(shape, dtype=torch.float64, generator=seeded(seed))
 
 
 def randint(seed: int, size: int, shape: tuple[int, ...]) -> torch.Tensor:
-    return torch.randint(0, size, shape, generator=torch.Generator().manual_seed(seed))
+    return torch.randint(0, size, shape, generator=seeded(seed))
 
 
 @dataclass(frozen=True)
