@@ -5,6 +5,7 @@
 // memory without waiting for each other, results of communication that nobody has waited for, host memory that is read before a copy
 // to it has ended. Counted are kernels, bytes, copies between host and device and host synchronizations. CUDA's and NCCL's speed and
 // numerics are not emulated. See device/__init__.py for how it is used.
+#include <algorithm>
 #include <ATen/ATen.h>
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/EmptyTensor.h>
@@ -162,7 +163,9 @@ struct Memory {  // the context of a device tensor's DataPtr
     {
       std::lock_guard<std::mutex> guard(order_mutex);
       for (auto& a : memory->accesses)
-        if (a.stream != memory->home && !memory->recorded.count(a.stream) && !knows(memory->home, a.stream, a.tick))
+        // Recorded streams are waited for, with all that they have waited for.
+        if (a.stream != memory->home && !memory->recorded.count(a.stream) && !knows(memory->home, a.stream, a.tick) &&
+            std::none_of(memory->recorded.begin(), memory->recorded.end(), [&](StreamKey s) { return knows(s, a.stream, a.tick); }))
           freed[memory->home].push_back({a.stream, a.tick, c10::str("memory of ", name_of(memory->home), " was freed while ", a.name,
                                          " on ", name_of(a.stream), " may still use it (record_stream, or wait for that stream first)")});
     }
