@@ -190,7 +190,7 @@ default_store: Callable[[], Any] = _get_default_store
 
 
 def program_timeout() -> timedelta | None:
-    """The timeout of the default process group; None where its backend has no such option."""
+    """The timeout of the default process group; None where none of its backends has such an option."""
     world: Any = dist.group.WORLD
-    backend = world._get_backend(world._device_types[0])
-    return getattr(getattr(backend, "options", None), "_timeout", None)
+    options = (getattr(world._get_backend(device), "options", None) for device in world._device_types)
+    return next((timeout for o in options if (timeout := getattr(o, "_timeout", None)) is not None), None)
