@@ -54,7 +54,7 @@ def test_no_splits_are_even_splits():
 
 def ring():
     rank, size = dist.get_rank(), dist.get_world_size()
-    tensor, empty = torch.zeros(5, dtype=torch.int16), torch.zeros(0)
+    tensor, empty = torch.zeros(5, dtype=torch.float16), torch.zeros(0)
     with count_communication() as counted:
         operations = [
             dist.P2POp(dist.isend, tensor, (rank + 1) % size),
