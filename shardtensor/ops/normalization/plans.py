@@ -389,11 +389,9 @@ class ShardedNorm(Norm):
 
     def _of_channels(self, parameter: Tensor | None, i: int) -> Tensor | None:
         """The part of weight (0) or bias (1) that belongs to the shard, for the channels of all samples."""
-        if parameter is None or self.as_they_are:
-            # A kernel of CUDA's for channels that are last reads a weight as if it were contiguous.
-            return parameter if parameter is None else parameter.contiguous()
         mine, samples = self._own(parameter, i), self.geometry.samples
-        assert mine is not None
+        if mine is None or self.as_they_are:
+            return mine
         return (mine if samples == 1 else mine.repeat(samples)).to(self.wide)
 
     def _affine(self, parameter: Tensor | None, i: int) -> Tensor | None:
