@@ -12,14 +12,13 @@ torch's profiler adds up as their time. What is received is what the memory held
 from __future__ import annotations
 
 import sys
-import time
 import warnings
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from report import Figure, best_and_median, chosen, finish, parser
-from timing import Run, device_done, device_type, on_rank_of_fake
+from timing import Run, device_done, device_type, interleaved, on_rank_of_fake
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
@@ -85,14 +84,6 @@ def captured(step: Run) -> Run:
     return graph.replay
 
 
-def seconds(run: Run) -> float:
-    device_done()
-    start = time.perf_counter()
-    run()
-    device_done()
-    return time.perf_counter() - start
-
-
 def kernels(step: Run) -> tuple[int, float]:
     """How many kernels a step launches, without copies between host and device, and the seconds that they take."""
     kinds = [torch.profiler.ProfilerActivity.CUDA]
@@ -121,13 +112,7 @@ def measure(mesh: DeviceMesh, row: Row, budget: float) -> dict[str, Any]:
                 runs |= {f"{kind}, a graph": captured(run) for kind, run in runs.items()}
             except RuntimeError as error:  # the times without graphs are worth having
                 found["not captured"] = str(error).splitlines()[0]
-        first = sum(seconds(run) for run in runs.values())
-        rounds = max(3, min(50, int(budget / first)))
-        times: dict[str, list[float]] = {kind: [] for kind in runs}
-        for _ in range(rounds):
-            for kind, run in runs.items():
-                times[kind].append(seconds(run))
-    return found | {"times": times}
+        return found | {"times": interleaved(runs, budget)}
 
 
 def figures(name: str, found: dict[str, Any]) -> list[Figure]:
