@@ -94,8 +94,8 @@ safe_softmax = torch._safe_softmax
 # What torch's own layers call below torch.batch_norm.
 batch_norm_legit = torch._native_batch_norm_legit
 batch_norm_legit_no_training = torch._native_batch_norm_legit_no_training
-# Since 2.15 gradients of group norm count as functions of all operands: second derivatives are zeros, not None.
-group_norm_has_zeros: bool = torch.__version__ >= (2, 15)  # type: ignore[operator]  # TorchVersion compares with tuples
+# Since 2.14 gradients of group norm count as functions of all operands: second derivatives are zeros, not None.
+group_norm_has_zeros: bool = torch.__version__ >= (2, 14)  # type: ignore[operator]  # TorchVersion compares with tuples
 OpOverload = torch._ops.OpOverload
 OpOverloadPacket = torch._ops.OpOverloadPacket
 

@@ -34,7 +34,6 @@ OF_TALL = {
     "qr": linalg.qr,
     "qr signs": lambda x: tuple(linalg.qr(x.detach())),
     "qr r": lambda x: linalg.qr(x.detach(), mode="r")[1],
-    "torch.qr": torch.qr,
     "svd": lambda x: _gauge_invariant(linalg.svd(x, full_matrices=False)),
     "torch.svd": lambda x: _gauge_invariant(torch.svd(x)[:2]),
     "svd signs": lambda x: tuple(linalg.svd(x.detach(), full_matrices=False)),
@@ -48,6 +47,8 @@ OF_TALL = {
     "rank": lambda x: linalg.matrix_rank(x.detach()).double(),
     "cond": linalg.cond,
 }
+if torch.__version__ < (2, 14):  # which has it no longer
+    OF_TALL["torch.qr"] = torch.qr
 
 
 def _gauge_invariant(factors):
