@@ -2,27 +2,44 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from shardtensor import scatter_tensor
 from shardtensor.ranks.groups import forget_groups, new_group, number_of_groups, own_group
 from shardtensor.testing import run_distributed, shared_mesh
 
 
-def in_more_groups(more: int) -> None:
-    """Make groups that this rank alone is in: torch's, after whose number it names groups, and the package's."""
+@contextlib.contextmanager
+def in_more_groups(more: int) -> Iterator[None]:
+    """Inside the block this rank is in groups of itself alone: torch's, after whose number it names groups, and the
+    package's. At the end every rank is in three more: torch waits forever if it makes a mesh where they differ.
+    """
     rank = dist.get_rank()
-    for _ in range(more):
-        dist.new_group([rank], use_local_synchronization=True)
-        new_group("one rank of a test", [rank], number_of_groups(), torch.device("cpu"))
+
+    def make(groups: int) -> None:
+        for _ in range(groups):
+            dist.new_group([rank], use_local_synchronization=True)
+            new_group("one rank of a test", [rank], number_of_groups(), torch.device("cpu"))
+
+    make(more)
+    yield
+    make(3 - more)
 
 
 def made(more: tuple[int, ...]) -> int:
     mesh = shared_mesh((2, 2), ("data", "domain"))
     forget_groups()
-    in_more_groups(more[dist.get_rank()])
+    with in_more_groups(more[dist.get_rank()]):
+        return made_inside(mesh)
+
+
+def made_inside(mesh: DeviceMesh) -> int:
     line, device = mesh["domain"].get_group(), torch.empty(0, device=mesh.device_type).device
     ranks, number = dist.get_process_group_ranks(line), number_of_groups()
     own = own_group("a test", ranks, [line], device)
@@ -52,10 +69,10 @@ def test_a_group_is_made_once_for_its_ranks_and_purpose(more):
 def scattered() -> None:
     planes = shared_mesh((2, 2, 1), ("data", "domain", "one"))["domain", "one"]
     forget_groups()
-    in_more_groups(dist.get_rank())
     source = planes.mesh.flatten().tolist()[-1]
     whole = torch.arange(5.0, device=torch.empty(0, device=planes.device_type).device)
-    x = scatter_tensor(whole if dist.get_rank() == source else None, source, planes)
+    with in_more_groups(dist.get_rank()):
+        x = scatter_tensor(whole if dist.get_rank() == source else None, source, planes)
     assert torch.equal(x.to_local(), whole)
 
 
