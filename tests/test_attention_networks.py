@@ -139,7 +139,10 @@ def test_nat(dilation, mesh_shape):
 
 @pytest.mark.parametrize(
     ("attention", "mesh_shape"),
-    [("sdpa", (2,)), ("sdpa", (2, 2)), ("eager", (2,)), pytest.param("eager", (2, 2), marks=pytest.mark.slow)],
+    [
+        *(("sdpa", (2, 2)), ("eager", (2,))),
+        *(pytest.param(*values, marks=pytest.mark.slow) for values in (("sdpa", (2,)), ("eager", (2, 2)))),
+    ],
 )
 @pytest.mark.parametrize("make", [vit, swin])
 def test_transformers(make, attention, mesh_shape):
@@ -147,7 +150,7 @@ def test_transformers(make, attention, mesh_shape):
     run_distributed(check, 2 * len(mesh_shape), make, attention, mesh_shape, (20, 12), timeout=180.0)
 
 
-@pytest.mark.parametrize("mesh_shape", [(2,), (2, 2)])
+@pytest.mark.parametrize("mesh_shape", [pytest.param((2,), marks=pytest.mark.slow), (2, 2)])
 def test_diffusers(mesh_shape):
     pytest.importorskip("diffusers")
     run_distributed(check, 2 * len(mesh_shape), dit, "", mesh_shape, (10, 6), timeout=180.0)

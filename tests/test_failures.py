@@ -80,8 +80,8 @@ SAYS = {
 }
 
 
-FEW = {"singular"}  # of those that the regular suite tries
-FAULTS = [("kill", 3), *(pytest.param(how, 2, marks=[pytest.mark.slow] * (how not in FEW)) for how in SAYS)]
+SLOW = [pytest.param(how, 2, marks=pytest.mark.slow) for how in SAYS if how != "kill"]
+FAULTS = [("kill", 2), pytest.param("kill", 3, marks=pytest.mark.slow), *SLOW]
 
 
 @pytest.mark.parametrize(("how", "world"), FAULTS)

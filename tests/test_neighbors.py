@@ -83,7 +83,10 @@ def check_values(ranks, grid):
 
 @pytest.mark.parametrize(
     ("ranks", "grid"),
-    [(1, False), (2, False), (3, False), (4, True), *(pytest.param(n, True, marks=pytest.mark.slow) for n in (1, 3))],
+    [
+        *((2, False), (4, True)),
+        *(pytest.param(n, grid, marks=pytest.mark.slow) for n in (1, 3) for grid in (False, True)),
+    ],
 )
 def test_values_are_those_of_one_process(ranks, grid):
     run_distributed(check_values, ranks, ranks, grid, timeout=180)
@@ -184,7 +187,7 @@ def check_gradients(ranks):
             )
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("ranks", [2, 3, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 4))])
 def test_gradients_are_those_of_one_process(ranks):
     run_distributed(check_gradients, ranks, ranks, timeout=180)
 

@@ -242,7 +242,13 @@ for function in (natten.na1d.__globals__["neighborhood_attention_generic"], natt
 """
 
 
-@pytest.mark.parametrize("script", [NATTEN_LATER, NATTEN_FIRST], ids=["imported later", "imported first"])
+@pytest.mark.parametrize(
+    "script",
+    [
+        pytest.param(NATTEN_LATER, id="imported later"),
+        pytest.param(NATTEN_FIRST, id="imported first", marks=pytest.mark.slow),
+    ],
+)
 def test_natten_is_patched_whenever_it_is_imported(script):
     pytest.importorskip("natten")
     subprocess.run([sys.executable, "-W", "ignore", "-c", script], check=True, timeout=120)

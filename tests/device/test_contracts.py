@@ -6,6 +6,7 @@ On the CPU: a contract looks at tensors of any device.
 from __future__ import annotations
 
 import ast
+import functools
 import inspect
 import re
 import warnings
@@ -363,6 +364,7 @@ FILLED = {
 }
 
 
+@functools.cache
 def kernels():
     """The operators below autograd that the package's source names, and the files that do, ``{aten::name: paths}``.
 

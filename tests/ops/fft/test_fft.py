@@ -185,7 +185,10 @@ ON_THREE = [((5, 7, 6), 0, {0: (2, 0, 3)}), ((4, 2, 5), 1, {0: (1, 0, 1)})]
 ON_FOUR = [((4, 7, 6), (0, 1), {0: (3, 1), 1: (2, 5)}), ((3, 4, 5), (2, 1), {0: (5, 0), 1: (2, 2)})]
 
 
-@pytest.mark.parametrize(("ranks", "mesh_shape", "given"), [(2, 2, ON_TWO), (3, 3, ON_THREE), (4, (2, 2), ON_FOUR)])
+@pytest.mark.parametrize(
+    ("ranks", "mesh_shape", "given"),
+    [(2, 2, ON_TWO), pytest.param(3, 3, ON_THREE, marks=pytest.mark.slow), (4, (2, 2), ON_FOUR)],
+)
 def test_several_dims(ranks, mesh_shape, given):
     run_distributed(check_several_dims, ranks, mesh_shape, given)
 

@@ -123,7 +123,7 @@ def check(mesh_shape):
     check_cases(chosen, mesh_shape)
 
 
-@pytest.mark.parametrize("mesh_shape", [pytest.param(2, marks=pytest.mark.slow), 3, (2, 2)], ids=str)
+@pytest.mark.parametrize("mesh_shape", [*(pytest.param(n, marks=pytest.mark.slow) for n in (2, 3)), (2, 2)], ids=str)
 def test_lookups_match_one_device(mesh_shape):
     run_distributed(check, 4 if mesh_shape == (2, 2) else mesh_shape, mesh_shape, timeout=300)
 

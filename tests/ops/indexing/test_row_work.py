@@ -185,7 +185,10 @@ def values_of(ranks, plain=False):
                     raise AssertionError(f"{label}, {nodes} nodes, {edges} edges, {dtype}") from error
 
 
-@pytest.mark.parametrize(("ranks", "plain"), [(2, False), (3, False), (2, True), (3, True)])
+@pytest.mark.parametrize(
+    ("ranks", "plain"),
+    [(2, True), (3, False), *(pytest.param(*values, marks=pytest.mark.slow) for values in ((2, False), (3, True)))],
+)
 def test_awkward_sizes(ranks, plain):
     run_distributed(values_of, ranks, ranks, plain, timeout=300)
 

@@ -84,10 +84,12 @@ def check(mesh_shape, half):
     check_cases(cases(), mesh_shape, half=half)
 
 
-SLOW = [pytest.param(*values, marks=pytest.mark.slow) for values in [(3, None), (4, None), ((2, 2), 1)]]
+SLOW = [
+    pytest.param(*values, marks=pytest.mark.slow) for values in [(1, None), (2, 1), (3, None), (4, None), ((2, 2), 1)]
+]
 
 
-@pytest.mark.parametrize(("mesh_shape", "half"), [(1, None), (2, None), ((2, 2), 0), *SLOW], ids=str)
+@pytest.mark.parametrize(("mesh_shape", "half"), [(2, 0), ((2, 2), 0), *SLOW], ids=str)
 def test_resampling_matches_one_device(mesh_shape, half):
     run_distributed(check, 4 if mesh_shape == (2, 2) else mesh_shape, mesh_shape, half, timeout=200)
 
