@@ -28,8 +28,10 @@ def in_more_groups(more: int) -> Iterator[None]:
             new_group("one rank of a test", [rank], number_of_groups(), torch.device("cpu"))
 
     make(more)
-    yield
-    make(3 - more)
+    try:
+        yield
+    finally:
+        make(3 - more)
 
 
 def made(more: tuple[int, ...]) -> int:
