@@ -17,7 +17,11 @@ def share_right(report):
     return report.counted().get("right", 0) / len(report.outcomes)
 
 
-@pytest.mark.parametrize("mesh, seeds", [((2,), range(38, 83)), ((2, 2), range(60, 80))])
+MORE_SEEDS = [((2,), range(83, 98)), ((2, 2), range(80, 90))]
+SLOW = [pytest.param(*values, marks=pytest.mark.slow) for values in MORE_SEEDS]
+
+
+@pytest.mark.parametrize("mesh, seeds", [((2,), range(38, 83)), ((2, 2), range(60, 80)), *SLOW])
 def test_programs_give_what_one_device_gives(mesh, seeds):
     report = run_programs(seeds, mesh, 8)
     assert not report.bad(), report.told()
