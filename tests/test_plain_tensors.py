@@ -20,6 +20,7 @@ from shardtensor import (
     UnsupportedSharding,
     allow_gather,
 )
+from shardtensor.dispatch.plain_tensors import writes
 from shardtensor.ranks.waiting import observed
 from shardtensor.testing import (
     count_communication,
@@ -379,3 +380,51 @@ def breaks(group):
 
 def test_a_lost_rank_is_not_taken_for_a_wrong_size():
     run_distributed(communication_fails, 2)
+
+
+# -- which functions write --------------------------------------------------------------------------------------------
+
+
+def named_so(func):
+    """What the name of one of torch's functions tells."""
+    name = getattr(func, "__name__", "")
+    return name == "__setitem__" or name.startswith("__i") or (name.endswith("_") and not name.endswith("__"))
+
+
+def foo_(plain, x):
+    """A program's own function, which writes to nothing."""
+    if torch.overrides.has_torch_function((plain, x)):
+        return torch.overrides.handle_torch_function(foo_, (plain, x), plain, x)
+    return type(plain) is torch.Tensor
+
+
+def test_torchs_functions_write_as_their_names_say():
+    functions = {f for found in torch.overrides.get_overridable_functions().values() for f in found}
+    others = {f.__name__ for f in functions if named_so(f) != writes(f)}
+    assert others == {"__int__", "__index__", "__invert__", "share_memory_"} and len(functions) > 1000
+
+
+def test_operators_write_as_their_schemas_say():
+    aten = torch.ops.aten
+    assert all(map(writes, (aten.add_.Tensor, aten.add_, aten._foreach_add_.List, aten.copy_.default, aten.set_)))
+    others = aten.add.Tensor, aten.add.out, aten.sort, aten.retain_grad.default, aten.native_batch_norm.default, foo_
+    assert not any(map(writes, others)), "the first argument of none"
+
+
+def operators_that_write():
+    """``aten.add_.Tensor`` and a program's own function, as torch hands them over."""
+    x = shard(torch.arange(8.0), shared_mesh(2), [Shard(0)], {0: (5, 3)})
+    plain = torch.ones(8)
+    written = torch.ops.aten.add_.Tensor(plain, x)
+    total = torch.ones(())
+    torch.ops.aten.add_.Tensor(total, x.sum())
+    parameter = nn.Parameter(torch.ones(8))
+    with pytest.raises(UnsupportedSharding, match="add_"), torch.no_grad():
+        torch.ops.aten.add_.Tensor(parameter, x)
+    assert foo_(torch.ones(8), x)
+    return written is plain, plain.full_tensor(), total
+
+
+def test_operators_that_write():
+    for same, whole, total in run_distributed(operators_that_write, 2):
+        assert same and torch.equal(whole, torch.arange(8.0) + 1) and total.item() == 29

@@ -393,6 +393,7 @@ DUAL = {
     "a view": lambda x, i: tangent_of(lambda t: t.diagonal().log(), (x @ x.mT, (x @ x.mT).cos())),
     "an entry": lambda x, i: tangent_of(lambda t: t.sum(0) * t.select(0, 3), (x, x.cos())),
     "without a graph": lambda x, i: torch.no_grad()(tangent_of)(made(MLP), (x, x.cos())),
+    "read": lambda x, i: tangent_of(lambda t: t * int(t.sum()), (x, x.cos())),
     "reverse over forward": lambda x, i: with_weights(
         lambda m: tangent_of(m, (i, i.cos()))[1].square().mean(), made(UNET)
     ),

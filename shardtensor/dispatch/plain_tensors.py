@@ -11,12 +11,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from .._compat import OpOverload, OpOverloadPacket, dispatched
 from ..errors import (
     PLAIN_TARGET,
     LocalSizeError,
@@ -27,6 +29,7 @@ from ..errors import (
     error_text,
 )
 from ..layout.spec import ShardTensorSpec
+from .planning import is_inplace
 
 # What torch raises where sizes do not fit.
 _ABOUT_SIZES = (RuntimeError, ValueError, IndexError, AssertionError)
@@ -96,12 +99,30 @@ def local_size_error(
     return LocalSizeError(_text(op, tensors, plain, spec, matches, said, plain is written))
 
 
+# What writes to its tensor, and has no schema of its name.
+_WITHOUT_SCHEMA = frozenset(
+    {"__setitem__", "apply_", "map_", "map2_", "constant_", "kaiming_uniform_"}  # the last two: of torch.nn.init
+    | {f"__i{name}__" for name in ("add", "sub", "mul", "div", "truediv", "floordiv", "mod", "pow")}
+)
+# What leaves values as they are, and has a schema that says that it writes.
+_OF_NO_VALUES = frozenset({torch.ops.aten.record_stream, torch.ops.aten.retain_grad})
+
+
+@lru_cache(1024)
 def writes(func: Callable[..., Any]) -> bool:
-    """Whether a function writes to its first argument, as its name tells."""
-    name = getattr(func, "__name__", "")
-    if name in ("__invert__", "__index__"):
+    """Whether a function writes to its first argument, by its schema, or that of the operator with torch's name for it.
+
+    Of a program's own function nothing is known; the operators that it calls are seen by themselves.
+    """
+    if isinstance(func, OpOverload):
+        return is_inplace(func) and func.overloadpacket not in _OF_NO_VALUES
+    if isinstance(func, OpOverloadPacket):
+        return any(writes(op) for op in map(partial(getattr, func), func.overloads()) if dispatched(op))
+    name, module = getattr(func, "__name__", ""), getattr(getattr(func, "__objclass__", func), "__module__", None)
+    if (module or "").partition(".")[0] != "torch":
         return False
-    return name == "__setitem__" or (name.endswith("_") and not name.endswith("__")) or name.startswith("__i")
+    operator = getattr(torch.ops.aten, name, None)
+    return writes(operator) if isinstance(operator, OpOverloadPacket) else name in _WITHOUT_SCHEMA
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:
