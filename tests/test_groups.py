@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import threading
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -66,6 +68,26 @@ def test_a_group_is_made_once_for_its_ranks_and_purpose(more):
     """Also where ranks are in different numbers of groups: torch would have them wait under different names."""
     numbers = run_distributed(made, 4, more)
     assert len(set(numbers)) > 1 or not any(more)
+
+
+def made_meanwhile() -> tuple[str, str]:
+    """The names of a group, for which rank 0 waits, and of torch's own, which it makes in another thread meanwhile."""
+    rank, number = dist.get_rank(), number_of_groups()
+    own: list[str] = []
+    make = threading.Thread(
+        target=lambda: own.append(new_group("a test", [0, 1], number, torch.device("cpu")).group_name)
+    )
+    time.sleep(2 * rank)
+    make.start()
+    time.sleep(1)
+    other = dist.new_group([rank], use_local_synchronization=True).group_name
+    make.join(60)
+    return own[0], other
+
+
+def test_groups_of_other_threads_have_torchs_names():
+    ours, *theirs = run_distributed(made_meanwhile, 2)
+    assert ours[0] == theirs[0][0] and ours[0] not in (ours[1], theirs[0][1])
 
 
 def scattered() -> None:

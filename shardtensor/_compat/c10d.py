@@ -7,6 +7,8 @@ import hashlib
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import cache
+from inspect import unwrap
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -17,7 +19,6 @@ from torch.distributed.distributed_c10d import (  # type: ignore[attr-defined]
     AllgatherOptions,
     AllreduceCoalescedOptions,
     _get_default_store,
-    _hash_ranks_to_str,
     _resolve_process_group,
     _world,
 )
@@ -151,19 +152,27 @@ def make_group(
     """
     name = hashlib.sha1(f"shardtensor {list(ranks)} {number}".encode(), usedforsecurity=False).hexdigest()
     options: dict[str, Any] = {"timeout": program_timeout(), "group_desc": f"shardtensor {purpose}"}
-    made: Any
-    distributed_c10d._hash_ranks_to_str = lambda ranks: name
-    try:
-        if like is not None and is_eager() and like._get_backend(device).supports_splitting:
-            made = dist.split_group(like, [list(range(like.size()))], **options)
-        else:
-            backends = dict(pair.split(":") for pair in dist.get_backend_config(like).split(",")) if like else {}
-            backend = f"{device.type}:{backends.get(device.type, 'gloo')}"
-            made = dist.new_group(list(ranks), backend=backend, use_local_synchronization=True, **options)
-    finally:
-        distributed_c10d._hash_ranks_to_str = _hash_ranks_to_str
-    group: dist.ProcessGroup = made
+    torchs = _naming(name)
+    group: dist.ProcessGroup
+    if like is not None and is_eager() and like._get_backend(device).supports_splitting:
+        group = torchs["split_group"](like, [list(range(like.size()))], **options)
+    else:
+        backends = dict(pair.split(":") for pair in dist.get_backend_config(like).split(",")) if like else {}
+        backend = f"{device.type}:{backends.get(device.type, 'gloo')}"
+        group = torchs["new_group"](list(ranks), backend=backend, use_local_synchronization=True, **options)
+    assert group.group_name == name, "this version of torch names groups in another function"
     return group
+
+
+def _naming(name: str) -> dict[str, Any]:
+    """torch's functions that make a group, as they are but for its name. Other threads make theirs meanwhile."""
+    found = dict(vars(distributed_c10d))
+    for chain in ("new_group", "_new_group_with_tag", "split_group", "_process_group_name"):
+        torchs: Any = unwrap(found[chain])
+        found[chain] = FunctionType(torchs.__code__, found, chain, torchs.__defaults__, torchs.__closure__)
+        found[chain].__kwdefaults__ = torchs.__kwdefaults__
+    found["_hash_ranks_to_str"] = lambda ranks: name
+    return found
 
 
 def device_of(group: Any) -> torch.device | None:
