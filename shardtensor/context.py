@@ -4,7 +4,8 @@ Plans are cached, and compiled graphs guarded, by the values of all settings (:f
 changes what operators do is a :class:`Setting`, never a bare module variable.
 
 [Note: threads] A setting made inside a block holds for the code of that block alone: not for other threads, and not for
-other tasks of asyncio. But a backward pass may run in threads of autograd's own (one for each GPU), on behalf of
+other tasks of asyncio. A thread may run in a copy of the block's context (asyncio.to_thread; each new one, where Python
+has no GIL), so settings know their thread. But a backward pass may run in threads of autograd's own (one for each GPU), on behalf of
 the thread that called ``backward()``. torch hands these what that thread keeps with it (:func:`keep_for_backward`):
 which thread it is, and its settings.
 """
@@ -30,12 +31,13 @@ class _Values:
         changed: by the setting's index.
         all: by the setting's index.
         deciding: those that plans depend on.
+        thread: in which they were changed.
     """
 
-    __slots__ = ("all", "base", "changed", "deciding")
+    __slots__ = ("all", "base", "changed", "deciding", "thread")
 
     def __init__(self, base: tuple[Any, ...], changed: dict[int, Any]) -> None:
-        self.base, self.changed = base, changed
+        self.base, self.changed, self.thread = base, changed, get_ident()
         self.all = tuple(changed.get(i, value) for i, value in enumerate(base))
         self.deciding = tuple(value for value, setting in zip(self.all, _all) if setting.decides)
 
@@ -110,12 +112,15 @@ def settings() -> tuple[Any, ...]:
     here = _read()
     if here is _UNCHANGED:
         return _deciding
-    return here.deciding if here is not None and here.base is _unchanged.all else _current().deciding
+    if here is not None and here.base is _unchanged.all and here.thread == get_ident():
+        return here.deciding
+    return _current().deciding
 
 
 def _current() -> _Values:
     found = _read()
-    if found is None:
+    if found is None or (found is not _UNCHANGED and found.thread != get_ident()):
+        found = None
         kept = kept_for_backward()
         if kept is not None and kept[0] != get_ident():
             found = kept[1]  # this is one of autograd's threads, which works for many
@@ -147,7 +152,7 @@ def allow_gather() -> Iterator[None]:
     """Let operators that have no distributed form gather their operands, compute, and shard the result again.
 
     Outside this context they raise :class:`UnsupportedSharding`. All ranks must enter the context. It applies to the
-    calling thread and to the backward passes that this thread starts, but not to new threads.
+    calling thread and to the backward passes that this thread starts, but not to other threads.
 
     Example:
         >>> import shardtensor

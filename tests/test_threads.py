@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import sys
 import threading
+from contextvars import copy_context
+from functools import partial
 from threading import get_ident
 
 import torch
@@ -18,6 +20,8 @@ import shardtensor
 from shardtensor import ThreadConflict, UnsupportedSharding, context
 from shardtensor._compat import keep_for_backward, kept_for_backward
 from shardtensor.communication.exchange import _transport
+from shardtensor.dispatch.gradients import for_tangents
+from shardtensor.operators.tangents import _Halves
 from shardtensor.ops.attention.sdpa import _method
 from shardtensor.ranks import history, waiting
 from shardtensor.testing import run_distributed, shard, shared_mesh
@@ -66,11 +70,22 @@ def settings_of_a_thread():
     with shardtensor.allow_gather(), shardtensor.attention_method("ring"), shardtensor.set_transport("p2p"):
         assert seen()[:3] == (True, "ring", "p2p") and seen()[3] != plain[3]
         assert in_thread(seen) == plain
+        assert in_thread(partial(copy_context().run, seen)) == plain, "as of asyncio.to_thread"
     assert seen() == plain and context._here.get() is context._UNCHANGED
 
 
 def test_settings_of_a_thread():
     assert in_thread(settings_of_a_thread) is None  # a new one, which has no settings of other tests
+
+
+def test_derivatives_of_other_threads_are_not_for_tangents():
+    """The gradient of a Cholesky factor is a symmetric matrix where no tangent will be pushed."""
+    matrix = torch.eye(3).requires_grad_()
+    grads = torch.tensor([[1.0, 2.0, 3.0]] * 3)
+    with for_tangents.set_to(True):
+        (grad,) = in_thread(lambda: torch.autograd.grad(_Halves.apply(matrix), matrix, grads))
+        assert torch.equal(torch.autograd.grad(_Halves.apply(matrix), matrix, grads)[0], grads)
+    assert torch.equal(grad, grad.mT) and not torch.equal(grad, grads)
 
 
 def test_settings_of_a_task():

@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from .._compat import AutogradFunction, alias, gradient_seeds, run_engine
+from ..context import Setting
 from ..errors import UnsupportedSharding
 from ..ranks.failures import BACKWARD, note_raised
 from .registry import register
@@ -203,16 +204,8 @@ def not_twice(name: str, gradients: Sequence[Any], computed_from: Sequence[Any])
     return tuple(g if g is None else _NotAgain.apply(name, g, *sources) for g in gradients)
 
 
-class Tangents:
-    """Whether derivatives of gradients are taken to push tangents forward, as ``torch.func.jvp`` does."""
-
-    under_way = False
-
-    def __enter__(self) -> None:
-        self._before, Tangents.under_way = Tangents.under_way, True
-
-    def __exit__(self, *_: object) -> None:
-        Tangents.under_way = self._before
+# Whether derivatives of gradients are taken to push tangents forward, as ``torch.func.jvp`` does.
+for_tangents = Setting(False, decides=False)
 
 
 class NotTwice(UnsupportedSharding):

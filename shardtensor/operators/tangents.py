@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 
 from .._compat import transforms_active
 from ..context import Setting
-from ..dispatch.gradients import Tangents
+from ..dispatch.gradients import for_tangents
 
 # The gradient of a matrix, of the results and their gradients; see [Note: tangents of halves].
 PullBack = Callable[[Sequence[Tensor], Sequence[Tensor | None]], Tensor | None]
@@ -42,7 +42,7 @@ class _Halves(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return grad if Tangents.under_way else _hermitian(grad)
+        return grad if for_tangents.value else _hermitian(grad)
 
 
 def _hermitian(grad: Tensor) -> Tensor:

@@ -34,7 +34,7 @@ from torch.func import grad, grad_and_value, hessian, jacfwd, jacrev, jvp, linea
 from .._compat import AutogradFunction, alias, transforms_active, tree_flatten, tree_leaves, tree_map, tree_unflatten
 from .._compat.functorch import make_dual, replace_transforms, replaced_arguments, sliced_arguments, traces_graph
 from ..dispatch.conversions import as_gradient, is_shard_tensor, wrap
-from ..dispatch.gradients import NotTwice, Tangents
+from ..dispatch.gradients import NotTwice, for_tangents
 from ..dispatch.levels import InsideLevels, pushes_forward
 from ..dispatch.registry import TRANSFORMS, Support
 from ..dispatch.tensor import mark_leaf
@@ -338,7 +338,7 @@ def push_forward(
     if not pairs:
         return found
     try:
-        with Tangents():
+        with for_tangents.set_to(True):
             forward = gradients([g for g, _ in pairs], cotangents, [v for _, v in pairs], create_graph, create_graph)
     except RuntimeError as error:
         if not isinstance(error, NotTwice) and "is not implemented" not in str(error):  # as torch says it

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ..._compat import AutogradFunction, nn_functions
 from ...communication.halo import Fetch, Narrow
-from ...dispatch.gradients import Tangents
+from ...dispatch.gradients import for_tangents
 from ...layout.geometry import Interval, Window, intervals_of, length, map_boundaries
 from ...layout.spec import ShardTensorSpec
 from ...layout.strides import stride_like
@@ -346,7 +346,7 @@ class _Picked(AutogradFunction):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         (places,) = ctx.saved_tensors
-        if Tangents.under_way:
+        if for_tangents.value:
             return _Unpool.apply(grad, places, ctx.unpool, ctx.n), None, None, None
         nothing = grad.new_zeros(ctx.shape).flatten(-ctx.n)
         added = nothing.scatter_add(-1, places.flatten(-ctx.n), grad.flatten(-ctx.n))
