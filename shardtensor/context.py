@@ -5,9 +5,9 @@ changes what operators do is a :class:`Setting`, never a bare module variable.
 
 [Note: threads] A setting made inside a block holds for the code of that block alone: not for other threads, and not for
 other tasks of asyncio. A thread may run in a copy of the block's context (asyncio.to_thread; each new one, where Python
-has no GIL), so settings know their thread. But a backward pass may run in threads of autograd's own (one for each GPU), on behalf of
-the thread that called ``backward()``. torch hands these what that thread keeps with it (:func:`keep_for_backward`):
-which thread it is, and its settings.
+has no GIL), so settings know their thread. But a backward pass may run in threads of autograd's own (one for each GPU),
+on behalf of the thread that called ``backward()``. torch hands these what that thread keeps with it
+(:func:`keep_for_backward`): which thread it is, and its settings.
 """
 
 from __future__ import annotations

@@ -22,6 +22,7 @@ COMPAT = {
     "shardtensor._compat",
     "shardtensor._compat.c10d",
     "shardtensor._compat.functorch",
+    "shardtensor._compat.replaced",
     "shardtensor.observe._compat",
 }
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from functools import cache, partial
+from unittest import mock
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from torch.func import functional_call, grad, grad_and_value, hessian, jacfwd, j
 from torch.utils._pytree import tree_leaves, tree_map
 
 from shardtensor import ShardTensor, UnsupportedSharding
+from shardtensor.operators import transforms
 from shardtensor.testing import count_communication, run_distributed, run_expecting_errors, shard, shared_mesh
 
 # Of points along their first dim, and of images along the last; on four ranks, a mesh of 2 x 2, on both axes.
@@ -370,6 +372,21 @@ def check_messages():
 
 def test_mapping_over_a_sharded_dim_sends_nothing():
     run_distributed(check_messages, 2)
+
+
+def transformed_while_captured():
+    """As if a graph were captured, in which generators have no state: nothing asks for it, and nothing goes twice."""
+    x = shard(torch.ones(8), shared_mesh(2), [Shard(0)], {0: (5, 3)})
+    nothing = mock.Mock(side_effect=AssertionError)
+    with mock.patch.multiple(transforms, draws_are_captured=lambda: True, random_states=nothing):
+        assert torch.equal(vmap(torch.sin)(torch.ones(3)), torch.ones(3).sin())
+        with pytest.raises(UnsupportedSharding, match="inside a transform"):
+            grad(lambda t: (t * x).sum())(torch.ones(8))
+        assert torch.equal(grad(lambda t: (t * t).sum())(x).full_tensor(), 2 * torch.ones(8))
+
+
+def test_transforms_in_captured_graphs():
+    run_distributed(transformed_while_captured, 2)
 
 
 # -- dual tensors -----------------------------------------------------------------------------------------------------

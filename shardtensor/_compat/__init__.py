@@ -17,7 +17,6 @@ from typing import Any, ClassVar, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
-import wrapt
 from torch._decomp import decomposition_table
 from torch._dispatch.python import no_python_dispatcher
 from torch._guards import detect_fake_mode
@@ -47,6 +46,8 @@ from torch.utils._pytree import (
     tree_unflatten,
 )
 from torch.utils.checkpoint import _StopRecomputationError
+
+from .replaced import replace, when_imported
 
 # What torch.autograd.backward does before it calls the engine, and how it calls it.
 gradient_seeds = torch.autograd._make_grads
@@ -194,8 +195,8 @@ class _FullySharded(WeakKeyDictionary[Any, Any]):
         self.applied = True
 
 
-_fully_sharded = _FullySharded(_composable_state._module_state_mapping)
-_composable_state._module_state_mapping = _fully_sharded
+replace("torch.distributed._composable_state:_module_state_mapping", _FullySharded)
+_fully_sharded: Any = _composable_state._module_state_mapping
 
 
 def takes_gradient_late(plain: torch.Tensor) -> bool:
@@ -342,9 +343,6 @@ def claim_dispatch(cls: type) -> None:
     """
     if torch.__version__ >= (2, 13):  # type: ignore[operator]  # TorchVersion compares with tuples
         return
-    from torch._library.simple_registry import GenericTorchDispatchRuleHolder
-
-    find = GenericTorchDispatchRuleHolder.find
 
     def dispatch(
         actual: type[torch.Tensor],
@@ -355,10 +353,10 @@ def claim_dispatch(cls: type) -> None:
     ) -> Any:
         return actual.__torch_dispatch__(func, types, args, kwargs or {})
 
-    def find_or_claimed(self: GenericTorchDispatchRuleHolder, torch_dispatch_class: type) -> Any:
-        return dispatch if torch_dispatch_class is cls else find(self, torch_dispatch_class)
+    def claiming(find: Callable[[Any, type], Any]) -> Callable[[Any, type], Any]:
+        return lambda holder, of: dispatch if of is cls else find(holder, of)
 
-    GenericTorchDispatchRuleHolder.find = find_or_claimed  # type: ignore[method-assign]
+    replace("torch._library.simple_registry:GenericTorchDispatchRuleHolder.find", claiming)
 
 
 def sparse_parts(matrix: torch.Tensor) -> tuple[tuple[torch.Tensor, torch.Tensor], torch.Tensor]:
@@ -466,7 +464,7 @@ def untraced() -> Iterator[None]:
 
 def no_frames_of(package: str) -> None:
     """Keep torch.compile from compiling a package's own functions where these run outside of a graph."""
-    wrapt.register_post_import_hook(lambda trace_rules: trace_rules.add(package), "torch._dynamo.trace_rules")
+    when_imported("torch._dynamo.trace_rules:SKIP_DIRS", lambda trace_rules: trace_rules.add(package))
 
 
 def not_in_graphs(reason: str) -> Callable[[Function], Function]:
@@ -520,18 +518,18 @@ def has_ordered_effects(operator: torch._ops.OpOverload) -> None:
     _register_effectful_op(operator, _EffectType.ORDERED)
 
 
-def _keep_effects_ordered(lowering: Any) -> None:
+def _keep_effects_ordered(lowerings: Any) -> Any:
     """Have inductor's scheduler keep operators with ordered effects in their order.
 
     Before 2.15 inductor notes on which of them each has to follow under the name of its result, and the scheduler looks
     it up under the name of the operation, so it finds nothing and moves them to where it needs least memory.
     """
     if torch.__version__ >= (2, 15):  # type: ignore[operator]
-        return
+        return lowerings
     from torch._inductor.virtualized import V
 
     with_effects = torch.ops.higher_order.with_effects
-    lower = lowering.lowerings[with_effects]
+    lower = lowerings[with_effects]
 
     def lower_in_order(token: Any, op: Any, *args: Any, **kwargs: Any) -> Any:
         graph, before, done = V.graph, dict(V.graph.effectful_ops), len(V.graph.operations)
@@ -542,10 +540,11 @@ def _keep_effects_ordered(lowering: Any) -> None:
                     graph.additional_buffer_deps[operation.get_operation_name()].add(last.get_name())
         return result
 
-    lowering.lowerings[with_effects] = lower_in_order
+    lowerings[with_effects] = lower_in_order
+    return lowerings
 
 
-wrapt.register_post_import_hook(_keep_effects_ordered, "torch._inductor.lowering")
+replace("torch._inductor.lowering:lowerings", _keep_effects_ordered)
 
 
 def no_cuda_graphs_of(namespace: str) -> None:
@@ -560,19 +559,19 @@ def no_cuda_graphs_of(namespace: str) -> None:
         called = node.args[1] if node.target is torch.ops.higher_order.with_effects else node.target
         return isinstance(called, torch._ops.OpOverload) and called.namespace == namespace
 
-    def patch(module: Any) -> None:
-        codegen = module.GraphLowering.codegen
-
-        def in_one_part(self: Any) -> Any:
+    def in_one_part(codegen: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        def call(self: Any) -> Any:
             if not any(map(is_of, self.module.graph.nodes)):
                 return codegen(self)
+            from torch._inductor import config
+
             self.disable_cudagraphs_reason = f"operators of {namespace}, which communicate"
-            with module.config.patch(graph_partition=False):
+            with config.patch(graph_partition=False):
                 return codegen(self)
 
-        module.GraphLowering.codegen = in_one_part
+        return call
 
-    wrapt.register_post_import_hook(patch, "torch._inductor.graph")
+    replace("torch._inductor.graph:GraphLowering.codegen", in_one_part)
 
 
 def register_scripting(function: Callable[..., Any], original: Callable[..., Any]) -> None:
@@ -635,9 +634,11 @@ def whole_of(tensor: torch.Tensor) -> torch.Tensor:
 _calls: dict[object, tuple[Any, ...]] = {}
 
 
-def wrap_functions(call: Callable[..., Any]) -> None:
-    """Have ``call(apply, cls, args, kwargs)`` called in place of ``apply(*args, **kwargs)``, what C++ does when a
-    program calls an ``autograd.Function`` of its own.
+def wrap_functions(classes: frozenset[type], called: Callable[[Any, tuple[Any, ...], tuple[Any, ...]], None]) -> None:
+    """Have ``called(cls, args, results)`` called when C++ has called an ``autograd.Function`` of a program's own.
+
+    Args:
+        classes: there is one of these among arguments or results, which may hold tensors of the program.
     """
     function: Any = torch.autograd.Function
     in_cpp: Any = vars(torch._C._FunctionBase)["apply"]
@@ -646,13 +647,17 @@ def wrap_functions(call: Callable[..., Any]) -> None:
         number = object()
         _calls[number] = args
         try:
-            return call(in_cpp.__get__(None, cls), cls, args, kwargs)
+            results = in_cpp.__get__(None, cls)(*args, **kwargs)
         finally:
             del _calls[number]
+        outputs = results if isinstance(results, tuple) else (results,)
+        if not classes.isdisjoint(map(type, args)) or not classes.isdisjoint(map(type, outputs)):
+            called(cls, args, outputs)
+        return results
 
     # Before torch 2.14 ``Function.apply`` is Python's, and calls that of the class below.
     owner = function if vars(function)["apply"] is in_cpp else function.__base__
-    owner.apply = classmethod(apply)
+    replace(f"torch.autograd.function:{owner.__name__}.apply", lambda _: classmethod(apply))
 
 
 class _Counted(torch.autograd.Function):

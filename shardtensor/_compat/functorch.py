@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
 import torch.autograd.forward_ad
-import wrapt
 from torch._functorch import apis, eager_transforms
 from torch._functorch.vmap import (  # type: ignore[attr-defined]
     _broadcast_to_and_flatten,
     _process_batched_inputs,
 )
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
+
+from .replaced import replace
 
 __all__ = [
     "batched_inputs",
@@ -60,16 +61,17 @@ def replace_transforms(wrapped: Callable[[str, Callable[..., Any]], Callable[...
     torch.compile goes on to see torch's functions.
     """
     originals = {}
-    for name, module in _PLACES.items():
-        function = getattr(module, name)
+
+    def make(name: str, function: Callable[..., Any]) -> Any:
         new: Any = wrapped(name, function)
         new._torchdynamo_inline = function
         originals[new] = function
-        setattr(module, name, new)
+        return new
 
-    def keep_rules(trace_rules: Any) -> None:
-        rules = trace_rules.get_torch_obj_rule_map
+    for name, module in _PLACES.items():
+        replace(f"{module.__name__}:{name}", partial(make, name))
 
+    def keep_rules(rules: Callable[[], Any]) -> Callable[[], Any]:
         @cache
         def of_originals() -> Any:
             found = rules()
@@ -77,9 +79,9 @@ def replace_transforms(wrapped: Callable[[str, Callable[..., Any]], Callable[...
                 found[originals[new]] = found.pop(new)
             return found
 
-        trace_rules.get_torch_obj_rule_map = of_originals
+        return of_originals
 
-    wrapt.register_post_import_hook(keep_rules, "torch._dynamo.trace_rules")
+    replace("torch._dynamo.trace_rules:get_torch_obj_rule_map", keep_rules)
 
 
 def traces_graph() -> bool:

@@ -22,21 +22,15 @@ from .planning import spec_of
 from .tensor import ShardTensor
 from .written import WrittenTensor, is_of_written
 
-_SHARDED = frozenset({ShardTensor, WrittenTensor})
 # What a gradient becomes that is a ShardTensor.
 _Completion = Callable[[Any], Any]
 
 
-def _called(apply: Callable[..., Any], cls: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    results = apply(*args, **kwargs)
-    outputs = results if isinstance(results, tuple) else (results,)
-    if _SHARDED.isdisjoint(map(type, args)) and _SHARDED.isdisjoint(map(type, outputs)):
-        return results
+def _called(cls: Any, args: Sequence[Any], outputs: Sequence[Any]) -> None:
     completions = [_completion(t) for t in args if isinstance(t, Tensor)]
     node = _node(cls, outputs) if any(completions) else None
     if node is not None:
         node.register_hook(partial(_complete, completions))
-    return results
 
 
 def _node(cls: Any, outputs: Sequence[Any]) -> Any:
@@ -70,4 +64,4 @@ def _complete(completions: Sequence[_Completion | None], grads: Sequence[Any], _
     )
 
 
-wrap_functions(_called)
+wrap_functions(frozenset({ShardTensor, WrittenTensor}), _called)

@@ -18,7 +18,7 @@ import pkgutil
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import partial, reduce
+from functools import partial
 from types import MethodType, ModuleType
 from typing import Any
 
@@ -27,6 +27,7 @@ from torch.overrides import handle_torch_function
 
 from .._compat import function_modes_enabled, register_scripting, transforms_active
 from .._compat.functorch import forward_mode
+from .._compat.replaced import find, put, when_imported
 from ..errors import refuse
 from . import levels
 from .plain_tensors import explain
@@ -71,6 +72,10 @@ PATCHES = (
 )
 
 
+# In which there may be ShardTensors.
+_TO_LOOK_AT = frozenset({ShardTensor, WrittenTensor, list})
+
+
 def _operands(values: Iterable[Any]) -> list[ShardTensor]:
     """The ShardTensors among some arguments, including those in lists."""
     found = []
@@ -93,6 +98,10 @@ class PatchedFunction(wrapt.FunctionWrapper):  # type: ignore[type-arg]  # not g
         self, wrapped: Callable[..., Any], instance: object, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         if ShardTensor not in map(type, args):
+            if _TO_LOOK_AT.isdisjoint(map(type, args)) and (
+                not kwargs or _TO_LOOK_AT.isdisjoint(map(type, kwargs.values()))
+            ):
+                return wrapped(*args, **kwargs)
             operands = _operands((*args, *kwargs.values()))
             if not operands:
                 return wrapped(*args, **kwargs)
@@ -154,7 +163,7 @@ def install() -> None:
             _apply(patch)
         elif patch not in _hooked:
             _hooked.add(patch)
-            wrapt.register_post_import_hook(partial(_on_import, patch), patch.module)
+            when_imported(_name(patch), partial(_on_import, patch))
 
 
 def uninstall() -> None:
@@ -162,31 +171,33 @@ def uninstall() -> None:
     global _active
     _active = False
     for patch in PATCHES:
-        owner, name, current = _found(patch)
-        if isinstance(current, PatchedFunction):
-            setattr(owner, name, current.__wrapped__)
+        if isinstance(_found(patch), PatchedFunction):
+            put(_name(patch), lambda patched: patched.__wrapped__)
 
 
 def installed() -> list[str]:
     """Names of the functions that are patched now."""
-    return [f"{p.module}.{p.name}" for p in PATCHES if isinstance(_found(p)[-1], PatchedFunction)]
+    return [f"{p.module}.{p.name}" for p in PATCHES if isinstance(_found(p), PatchedFunction)]
 
 
-def _found(patch: Patch) -> tuple[Any, str, Any]:
-    """The module or class, the name in it, and what is there; None if there is nothing."""
-    *path, name = patch.name.split(".")
-    owner = reduce(getattr, path, sys.modules.get(patch.module))
-    return owner, name, getattr(owner, name, None)
+def _name(patch: Patch) -> str:
+    return f"{patch.module}:{patch.name}"
+
+
+def _found(patch: Patch) -> Any:
+    """What is there now; None if there is nothing."""
+    owner, name = find(_name(patch))
+    return getattr(owner, name, None)
 
 
 def _apply(patch: Patch) -> None:
     importlib.import_module(patch.module)
-    owner, name, original = _found(patch)
+    original = _found(patch)
     if original is None or isinstance(original, PatchedFunction):
         return
-    patched = (PatchedMethod if isinstance(owner, type) else PatchedFunction)(original, patch)
+    patched = (PatchedMethod if "." in patch.name else PatchedFunction)(original, patch)
     register_scripting(patched, original)
-    setattr(owner, name, patched)
+    put(_name(patch), lambda _: patched)
 
 
 def _on_import(patch: Patch, module: ModuleType) -> None:

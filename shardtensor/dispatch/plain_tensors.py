@@ -117,7 +117,8 @@ def writes(func: Callable[..., Any]) -> bool:
     if isinstance(func, OpOverload):
         return is_inplace(func) and func.overloadpacket not in _OF_NO_VALUES
     if isinstance(func, OpOverloadPacket):
-        return any(writes(op) for op in map(partial(getattr, func), func.overloads()) if dispatched(op))
+        overloads = func.overloads()  # type: ignore[no-untyped-call]
+        return any(writes(op) for op in map(partial(getattr, func), overloads) if dispatched(op))
     name, module = getattr(func, "__name__", ""), getattr(getattr(func, "__objclass__", func), "__module__", None)
     if (module or "").partition(".")[0] != "torch":
         return False

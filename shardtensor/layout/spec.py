@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from .._compat import DTensorSpec, TensorMeta
+from .._compat import DTensorSpec, TensorMeta, replaced
 from ..context import settings
 from ..errors import refuse
 from .caches import cached
@@ -70,6 +70,8 @@ class ShardTensorSpec(DTensorSpec):
         tensor_meta: TensorMeta | None = None,
         sizes: Sizes | None = None,
     ) -> None:
+        if replaced.waiting:
+            replaced.begin()
         super().__init__(mesh, tuple(placements), tensor_meta)
         if sizes is None:
             sizes = normalize_sizes(None, self.placements, self.shape, mesh)

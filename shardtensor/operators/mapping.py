@@ -29,6 +29,7 @@ from ..errors import refuse
 from ..layout.geometry import aligned_sizes
 from ..layout.placements import AxisLayout
 from ..layout.spec import ShardTensorSpec
+from ..ranks.cuda_graphs import is_capturing
 from .weight_gradients import GradientSum, start_sum
 
 # Masks of attention are made of four maps inside each other: rows times columns of calls would take hours.
@@ -274,7 +275,13 @@ class _WithoutStatistics(TorchFunctionMode):
 
 
 def random_states() -> list[tuple[Callable[[Tensor], Any], Tensor]]:
-    """The states of the default generators, each with what sets it."""
+    """The states of the default generators that are in use, each with what sets it."""
     kind = torch.accelerator.current_accelerator(check_available=True)
     modules: list[Any] = [torch] if kind is None else [torch, torch.get_device_module(kind)]
-    return [(module.set_rng_state, module.get_rng_state()) for module in modules]
+    return [(m.set_rng_state, m.get_rng_state()) for m in modules if getattr(m, "is_initialized", lambda: True)()]
+
+
+def draws_are_captured() -> bool:
+    """Whether random numbers are drawn for a CUDA graph now: their generator has no state then."""
+    kind = torch.accelerator.current_accelerator(check_available=True)
+    return kind is not None and is_capturing(kind)

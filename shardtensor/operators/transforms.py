@@ -15,7 +15,8 @@ made of what every operator of ShardTensors has in any case, its gradient by aut
 Whether a function meets ShardTensors is known once it was called: its arguments may be plain, and it may hold sharded
 ones. So torch's transform goes first, unless an argument is sharded. It raises where it meets a ShardTensor, before
 anything is sent, and then the outermost transform is carried out in our way: the function is called a second time, from
-the same state of the random numbers. Programs without ShardTensors get what torch computes.
+the same state of the random numbers. In a captured graph that cannot be, and the error stays. Programs without
+ShardTensors have torch's functions, see [Note: footprint].
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ from ..dispatch.levels import InsideLevels, pushes_forward
 from ..dispatch.registry import TRANSFORMS, Support
 from ..dispatch.tensor import mark_leaf
 from ..errors import refuse
-from .mapping import mapped, met, random_states
+from .mapping import draws_are_captured, mapped, met, random_states
 from .tangents import pushing_tangents
 
 Function = Callable[..., Any]
@@ -61,11 +62,11 @@ def _either(name: str, torchs: Function) -> Function:
         if not any(map(is_shard_tensor, tree_leaves((args, kwargs)))):
             if transforms_active():
                 return torchs(*args, **kwargs)
-            before = random_states()
+            before = None if draws_are_captured() else random_states()
             try:
                 return torchs(*args, **kwargs)
             except Exception as error:
-                if not met(error):
+                if before is None or not met(error):
                     raise
                 for set_state, state in before:
                     set_state(state)

@@ -30,7 +30,6 @@ import atexit
 import json
 import logging
 import os
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -42,6 +41,7 @@ import torch.distributed as dist
 
 from .._compat import STOPS_RECOMPUTATION, backward_pass
 from .._compat.c10d import default_store, never_destroy_groups
+from .._compat.replaced import replace
 from .._compat.terminate import before_termination, stop_thread
 from ..errors import LostRankError, RanksDiffer, ThreadConflict
 from .callers import called_from, raised_at
@@ -90,8 +90,7 @@ def watch() -> None:
     if not dist.is_initialized():
         return
     if not _previous_hook:
-        _previous_hook.append(sys.excepthook)
-        sys.excepthook = _say_uncaught
+        replace("sys:excepthook", _say_before)
         atexit.register(_say_ended)
         before_termination("gloo", _hold)
     _post, _raised, _store_answers[0] = _Post(), None, True
@@ -117,6 +116,13 @@ at_first.append(watch)
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_note_fork)
 _previous_hook: list[Callable[..., Any]] = []
+
+
+def _say_before(hook: Callable[..., Any]) -> Callable[..., Any]:
+    _previous_hook.append(hook)
+    return _say_uncaught
+
+
 _store_answers = [True]
 _uncaught = False
 
