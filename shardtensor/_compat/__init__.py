@@ -9,9 +9,10 @@ from __future__ import annotations
 import ctypes
 import gc
 import sys
+import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
-from functools import cache, partial
+from functools import cache, partial, wraps
 from operator import methodcaller
 from typing import Any, ClassVar, TypeVar
 from weakref import WeakKeyDictionary
@@ -33,7 +34,8 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._op_schema import OpSchema, OpStrategy, RuntimeSchemaInfo
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, _pop_mode, _push_mode
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack as _mode_stack
 from torch.utils._pytree import (
     SUPPORTED_NODES,
     KeyEntry,
@@ -45,7 +47,7 @@ from torch.utils._pytree import (
     tree_map_with_path,
     tree_unflatten,
 )
-from torch.utils.checkpoint import _StopRecomputationError
+from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode, _StopRecomputationError
 
 from .replaced import replace, when_imported
 
@@ -442,24 +444,82 @@ def tracing() -> bool:
     return not _previews and detect_fake_mode() is not None
 
 
-@contextmanager
-def without_modes() -> Iterator[None]:
-    """Run code that a program's modes do not see: what counts or checks operators counts those of the program only."""
-    with _disable_current_modes():
-        yield
+_hidden = threading.local()
 
 
 @contextmanager
-def untraced() -> Iterator[None]:
-    """Run code outside of the trace: tensors made here have data. It must not use values of traced tensors.
+def hidden_from_program() -> Iterator[None]:
+    """Run code of which the program sees nothing: its modes, profiler, graphs and hooks do not.
 
-    Dynamo's dispatcher would run torch's references on tensors of the meta device, which some of them take otherwise.
+    What is made here has data, also inside of a trace, and serves later calls, also those of training if this one is
+    of inference. Tensors without data are not looked into. A default device does not count, nor do torch functions.
     """
-    if detect_fake_mode() is not None:
-        with _disable_current_modes(), no_python_dispatcher():
-            yield
-    else:
+    if getattr(_hidden, "now", False):
         yield
+        return
+    _hidden.now = True
+    record_functions: Callable[[bool], None] = torch._C._autograd._enable_record_function  # type: ignore[attr-defined]
+    record_functions(False)
+    try:
+        # Dynamo's dispatcher would run torch's references on tensors of the meta device; some take them otherwise.
+        with (
+            _disable_current_modes(),
+            no_python_dispatcher(),
+            torch._C.DisableTorchFunction(),
+            torch.inference_mode(False),
+            torch.no_grad(),
+        ):
+            yield
+    finally:
+        record_functions(True)
+        _hidden.now = False
+
+
+def results_kept() -> bool:
+    """Whether selective activation checkpointing keeps results of what is called here, or gives those that it has kept.
+
+    Nothing may be written to them then.
+    """
+    return bool(_modes()) and any(isinstance(m, _KEEP_RESULTS) for m in _mode_stack()) and detect_fake_mode() is None
+
+
+_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
+_KEEP_RESULTS = (_CachingTorchDispatchMode, _CachedTorchDispatchMode)
+
+
+def recomputed(**instead: Any) -> Callable[[Function], Function]:
+    """Decorator of what selective checkpointing keeps no results of, so that it is done again in each recomputation.
+
+    Communication is: policies may count kernels, of which ranks have different numbers, and some ranks would wait for
+    others. So is what writes to tensors that it has made.
+
+    Args:
+        instead: keyword arguments of calls inside selective checkpointing, in place of those that are given.
+    """
+
+    def decorate(function: Function) -> Function:
+        @wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if not results_kept():
+                return function(*args, **kwargs)
+            modes = _mode_stack()
+            others = [mode for mode in modes if not isinstance(mode, _KEEP_RESULTS)]
+            _replace_modes(modes, others)
+            try:
+                return function(*args, **{**kwargs, **instead})
+            finally:
+                _replace_modes(others, modes)
+
+        return call  # type: ignore[return-value]
+
+    return decorate
+
+
+def _replace_modes(modes: Sequence[TorchDispatchMode], others: Sequence[TorchDispatchMode]) -> None:
+    for _ in modes:
+        _pop_mode()  # type: ignore[no-untyped-call]
+    for mode in others:
+        _push_mode(mode)
 
 
 def no_frames_of(package: str) -> None:
@@ -494,7 +554,7 @@ def has_kernels_of_sync_batch_norm(device_type: str) -> bool:
     if device_type in ("cpu", "meta"):
         return False
     try:
-        with torch.no_grad(), untraced():
+        with hidden_from_program():
             torch.batch_norm_stats(torch.ones(1, 1, 2, device=device_type), 1.0)
     except NotImplementedError:
         return False

@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .._compat import is_lazy
+from .._compat import is_lazy, recomputed
 from .._compat.c10d import c10d_all_to_all, c10d_messages, process_group
 from ..context import Setting
 from ..layout.geometry import Interval, intersect
@@ -179,6 +179,7 @@ class Exchange:
         parts = buffer.split_with_sizes(self._recv_sizes) if self._recv_sizes else ()
         return [part.view(shape) for part, shape in zip(parts, self._recv_shapes, strict=True)]
 
+    @recomputed()
     def start(self, pieces: Sequence[Tensor], like: Tensor) -> Pending:
         """Send the pieces, in the order of ``sends``; what is received has the dtype and device of ``like``.
 

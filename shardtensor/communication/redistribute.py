@@ -28,7 +28,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import Partial, Replicate, Shard
 
-from .._compat import untraced
+from .._compat import hidden_from_program, recomputed
 from .._compat.c10d import (
     c10d_all_gather,
     c10d_all_gather_coalesced,
@@ -147,7 +147,7 @@ def _step(src: ShardTensorSpec, dst: ShardTensorSpec, m: int) -> Callable[[Tenso
         if isinstance(new, Shard) and new.dim != old.dim:
             own, blocks = [intervals_of(src.sizes_along(m))], [intervals_of(dst.sizes_along(m))]
             before, after = old.dim, new.dim
-            with untraced():
+            with hidden_from_program():
                 like = torch.empty_strided(src.shape, src.stride, device="meta")
             return lambda local: swap_blocks([local], before, own, after, blocks, rank, group, like)[0]
         if isinstance(new, Partial):
@@ -185,6 +185,7 @@ def all_reduce(local: Tensor, group: dist.ProcessGroup, op: str = "sum") -> Tens
     return start_all_reduce(local, group, op)()
 
 
+@recomputed(overwrite=False)
 def start_all_reduce(
     local: Tensor, group: dist.ProcessGroup, op: str = "sum", *, overwrite: bool = False
 ) -> Callable[[], Tensor]:
@@ -222,6 +223,7 @@ def start_all_reduce(
     return finish
 
 
+@recomputed(overwrite=False)
 def start_sums(
     tensors: Sequence[Tensor],
     group: dist.ProcessGroup,
@@ -297,6 +299,7 @@ def _unordered(ordered: Tensor, dtype: torch.dtype) -> Tensor:
     return (bits ^ ((bits >> (info.bits - 1)) & info.max)).view(dtype)
 
 
+@recomputed()
 def all_gather(local: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Every rank's ``local`` (of one shape), stacked in rank order. For small tensors: each rank gets all of them."""
     ranks = group.size()
@@ -313,6 +316,7 @@ def all_gather(local: Tensor, group: dist.ProcessGroup) -> Tensor:
     return gathered
 
 
+@recomputed()
 def all_gather_each(locals_: Sequence[Tensor], group: dist.ProcessGroup) -> Tensor:
     """What :func:`all_gather` gives of each of several tensors of one shape and dtype: ``(tensors, ranks, *shape)``.
 

@@ -9,7 +9,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from .._compat import untraced
+from .._compat import hidden_from_program
 from ..layout.geometry import resized
 from ..layout.strides import cat_like
 from ..ranks.cuda_graphs import is_capturing
@@ -31,7 +31,7 @@ def zeros_of(shape: Sequence[int], like: Tensor) -> Tensor:
 
 @lru_cache(maxsize=64)
 def _kept(n: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    with torch.inference_mode(False), torch.no_grad(), untraced():
+    with hidden_from_program():
         # Copied from the host, which waits for it: whatever stream they are used on, they are zeros by then.
         return torch.zeros(n, dtype=dtype, device="cpu").to(device)
 

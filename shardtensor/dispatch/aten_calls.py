@@ -21,6 +21,7 @@ from .._compat import (
     OpOverload,
     above_autograd,
     counting_writes,
+    hidden_from_program,
     kernel,
     leave_writes_uncounted,
     tracing,
@@ -295,9 +296,9 @@ def _make_plan(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) ->
             return _Done(gathered(func, args, kwargs))
         unknown = RANDOM if random else (UNKNOWN, REMEDY)
         raise refuse(func, specs, *REFUSED.get(func.overloadpacket, unknown))
-    call = AtenCall.of(func, args, kwargs, tensors)
     try:
-        return planned_by(build, call)
+        with hidden_from_program():
+            return planned_by(build, AtenCall.of(func, args, kwargs, tensors))
     except UnsupportedSharding:
         if not gather_allowed():
             raise
@@ -349,7 +350,8 @@ def _run_replicated(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any
 
 def _written(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """An in-place operator without a rule: what its other form returns, copied into the first argument."""
-    on_meta(func, *as_specs(args, kwargs))  # raises where the result's dtype does not fit
+    with hidden_from_program():
+        on_meta(func, *as_specs(args, kwargs))  # raises where the result's dtype does not fit
     new = returning(func)
     assert new is not None
     return run(_aten.copy_.default, (args[0], run(new, args, kwargs)), {})

@@ -184,16 +184,28 @@ def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(backward)
     def wrapper(ctx: Any, *grads: Tensor | None) -> Any:
+        if torch.is_grad_enabled():
+            ctx = _Unpacked(ctx)
         with torch.no_grad():
             results = backward(ctx, *grads)
         if not torch.is_grad_enabled():
             return results
-        name = getattr(ctx, "operator", type(ctx).__name__.removesuffix("Backward").strip("_"))
+        name = getattr(ctx, "operator", type(ctx._ctx).__name__.removesuffix("Backward").strip("_"))
         single = not isinstance(results, tuple)
         marked = not_twice(name, (results,) if single else results, (*grads, *ctx.saved_tensors))
         return marked[0] if single else marked
 
     return wrapper
+
+
+class _Unpacked:
+    """The context of a node whose saved tensors are asked for twice; checkpointing gives them once."""
+
+    def __init__(self, ctx: Any) -> None:
+        self._ctx, self.saved_tensors = ctx, ctx.saved_tensors
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._ctx, name)
 
 
 def not_twice(name: str, gradients: Sequence[Any], computed_from: Sequence[Any]) -> tuple[Any, ...]:

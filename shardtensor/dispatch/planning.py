@@ -29,10 +29,10 @@ from .._compat import (
     TensorMeta,
     any_autocast_enabled,
     goes_into_graph,
+    hidden_from_program,
     only_deterministic,
     takes_gradient_late,
     tree_map,
-    untraced,
 )
 from .._compat.c10d import world
 from ..context import gather_allowed, settings
@@ -425,8 +425,7 @@ def as_specs(args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[tuple[Any, ..
             return spec_of(a)
         return without_data(meta_of(a)) if isinstance(a, Tensor) else a
 
-    with untraced():
-        return tree_map(convert, tuple(args)), tree_map(convert, kwargs)
+    return tree_map(convert, tuple(args)), tree_map(convert, kwargs)
 
 
 def on_meta(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -441,7 +440,7 @@ def on_meta(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> An
             return without_data(a.tensor_meta)
         return torch.device("meta") if isinstance(a, torch.device) else a
 
-    with torch.no_grad(), untraced():
+    with hidden_from_program():
         return META_FUNCTIONS.get(func, func)(*tree_map(convert, args), **tree_map(convert, kwargs))
 
 

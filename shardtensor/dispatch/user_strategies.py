@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributed.tensor import Partial, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from .._compat import DTensorSpec, OpOverload, TensorMeta, acceptable_placements, strategies, untraced
+from .._compat import DTensorSpec, OpOverload, TensorMeta, acceptable_placements, strategies
 from ..context import gather_allowed
 from ..layout.geometry import chunk_sizes
 from ..layout.placements import AxisLayout, normalize_placements
@@ -140,11 +140,10 @@ def _results(call: AtenCall, targets: Mapping[Path, ShardTensorSpec], outputs: S
     for at in product(*map(range, mesh.shape)):
         shapes = tuple(spec.local_shape(at) for spec in targets.values())
         if shapes not in known:
-            with untraced():
-                local = {
-                    path: torch.empty(shape, dtype=spec.tensor_meta.dtype, device="meta")
-                    for (path, spec), shape in zip(targets.items(), shapes, strict=True)
-                }
+            local = {
+                path: torch.empty(shape, dtype=spec.tensor_meta.dtype, device="meta")
+                for (path, spec), shape in zip(targets.items(), shapes, strict=True)
+            }
             try:
                 known[shapes] = _metas(on_meta(call.func, *_filled(call, local)))
             except Exception as error:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._compat import same_memory
+from .._compat import recomputed, same_memory
 
 # The memory formats with the channels innermost, by number of dims.
 CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
@@ -106,6 +106,7 @@ def cat_like(pieces: list[Tensor], dim: int, like: Tensor, shape: Sequence[int])
     return torch.cat(pieces, dim, out=out)
 
 
+@recomputed()
 def zeros_like(like: Tensor, shape: Sequence[int]) -> Tensor:
     """Zeros of this shape, channels-last where ``like`` is and row-major otherwise."""
     return torch.empty_strided(shape, stride_like(like, shape), dtype=like.dtype, device=like.device).zero_()

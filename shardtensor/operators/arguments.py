@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from .._compat import OpOverload, OpOverloadPacket, TensorMeta, untraced
+from .._compat import OpOverload, OpOverloadPacket, TensorMeta, hidden_from_program
 from ..dispatch.planning import converted, meta_of, replicated_spec, spec_of, without_data
 from ..dispatch.tensor import ShardTensor, promote, redistribute_to
 from ..errors import UnsupportedSharding, different_meshes, refuse
@@ -251,9 +251,8 @@ class Arguments:
                 return without_data(meta._replace(dtype=dtype))
             return a
 
-        with torch.no_grad(), untraced():
-            args, kwargs = converted(described, args, kwargs)
-            return function(*args, **kwargs)
+        args, kwargs = converted(described, args, kwargs)
+        return function(*args, **kwargs)
 
     def autocast(self) -> torch.dtype | None:
         """Return the dtype to which autocast casts the operands of matrix products, or None if it is off."""
@@ -319,7 +318,7 @@ def autocast_dtype(
     Which functions it casts differs by device, version, and even by whether a dim has length 1, as it may on one rank
     only. So torch is asked, with operands of these shapes; those of the smallest of the same kind will do.
     """
-    with torch.no_grad(), untraced():
+    with hidden_from_program():
         ones = [torch.ones(shape, dtype=dtype, device=device) for shape, dtype in zip(shapes, dtypes, strict=True)]
         return function(*ones).dtype
 

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 
-from .._compat import TensorMeta, goes_into_graph, takes_gradient_late
+from .._compat import TensorMeta, goes_into_graph, hidden_from_program, takes_gradient_late
 from ..dispatch.planning import converted, disowned, flat, keep_plan, label, look_up, meta_of, spec_of
 from ..dispatch.registry import declare, declare_rule
 from ..dispatch.tensor import ShardTensor, redistribute_to, to_part
@@ -79,7 +79,8 @@ class Operator:
                     lambda a: numbers.get(next(places), a) if isinstance(a, Tensor) else a, args, kwargs
                 )
                 return self(*args, **kwargs)
-            plan = self._make(given, tensors)
+            with hidden_from_program():
+                plan = self._make(given, tensors)
             keep_plan(key, plan)
         return NotImplemented if plan is NotImplemented else plan(tensors)
 

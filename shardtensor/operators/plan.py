@@ -238,11 +238,12 @@ class _Run(AutogradFunction):
                     "torch.autograd.set_multithreading_enabled(False), or of a ShardTensor."
                 )
             return None, None, None, *_second_derivatives(ctx, grads)
+        saved = ctx.saved_tensors  # once, as checkpointing asks for
         with torch.no_grad():
-            found = _gradients(ctx, ctx.saved_tensors, grads)
+            found = _gradients(ctx, saved, grads)
             if ctx.contribution is not None:
                 found = ctx.plan.deferred.start(found)()
-        return None, None, None, *not_twice(ctx.plan.name, found, (*grads, *ctx.saved_tensors))
+        return None, None, None, *not_twice(ctx.plan.name, found, (*grads, *saved))
 
 
 def _gradients(ctx: Any, saved: Sequence[Any], grads: Sequence[Any]) -> list[Any]:

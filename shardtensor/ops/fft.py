@@ -38,7 +38,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.tensor import Shard
 
-from .._compat import TensorMeta, constant_like, untraced
+from .._compat import TensorMeta, constant_like
 from ..communication.redistribute import redistribute_local
 from ..dispatch.tensor import from_part, redistribute_to
 from ..errors import UnsupportedSharding, refuse
@@ -380,11 +380,10 @@ class _Kernel:
         meta = _meta(_shape_after(spec, along), _result_dtype(call, function, spec, dims))
         halves = None
         if last.transform.to_half:
-            with torch.no_grad(), untraced():
-                k = torch.arange(last.result, device=call.device)
-                alone = (k == 0) | (2 * k == last.length)
-                halves = torch.stack([torch.where(alone, 1.0, 0.5), torch.where(alone, 0.0, 0.5)], -1)
-                halves = halves.to(meta.dtype.to_real())
+            k = torch.arange(last.result, device=call.device)
+            alone = (k == 0) | (2 * k == last.length)
+            halves = torch.stack([torch.where(alone, 1.0, 0.5), torch.where(alone, 0.0, 0.5)], -1)
+            halves = halves.to(meta.dtype.to_real())
         return cls(along, norm, spec.tensor_meta.dtype, meta, halves)
 
     def run(self, x: Tensor) -> Tensor:

@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from .._compat import is_traced, without_modes
+from .._compat import hidden_from_program, is_traced
 from .._compat.c10d import c10d_all_gather, device_of, group_along, process_group
 from ..errors import RanksDiffer
 from ..layout.caches import forgets
@@ -297,7 +297,7 @@ def _compare_new(name: str, values: bool) -> None:
     device = None if group is None or debug_enabled() else device_of(group)
     if group is None or device is None or is_capturing(device):
         return
-    with without_modes():
+    with hidden_from_program():
         mine = fingerprint(name, values)
         if device.type != "cpu" or not alike(mine, group):
             _check_group(gather_rows(mine, group, device), group, device)

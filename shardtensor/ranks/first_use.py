@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from .._compat import is_traced, without_modes
+from .._compat import hidden_from_program, is_traced
 from .._compat.c10d import group_along
 from ..layout.caches import forgets
 from .callers import called_from
@@ -83,6 +83,7 @@ class PlainOperands:
             _used[key] = weakref.ref(t, lambda _: _used.pop(key, None)), held
 
 
+@hidden_from_program()
 def note_copies(
     what: str, t: Tensor, mesh: DeviceMesh, mesh_dims: Iterable[int], *, exactly: bool = False
 ) -> Tensor | None:
@@ -97,8 +98,7 @@ def note_copies(
     _, lines = called_from()
     what += f" ({lines[0]}), {t.dtype}," if lines else f", {t.dtype},"
     where, tolerance = f"{zlib.crc32(repr(lines).encode()):x}", 0.0 if exactly else tolerance_of(t.dtype)
-    with without_modes():
-        held = summary(t)
+    held = summary(t)
     for m in along:
         note_values(group_along(mesh, m).group_name, where, what, t.shape, tolerance, held)
     return held

@@ -16,7 +16,7 @@ from .drive import Report, sweep
 from .half import DATA
 from .memory import MEMORY
 from .table import write
-from .transforms import TRANSFORMS
+from .transforms import POLICIES, TRANSFORMS
 from .worker import Case, Options
 
 
@@ -34,6 +34,7 @@ def main() -> None:
     parser.add_argument("--formats", nargs="*", choices=MEMORY, help="samples in other memory (default: in all)")
     parser.add_argument("--entries", action="store_true", help="the first operands are entries of a sharded dim")
     parser.add_argument("--transform", choices=TRANSFORMS, help="inside a transform of torch.func")
+    parser.add_argument("--checkpoint", choices=POLICIES, help="inside selective checkpointing that keeps this")
     parser.add_argument("--part", default="0/1", help="i/n: every n-th operator from the i-th on, to run in parallel")
     parser.add_argument("--json", help="write all cases to this file")
     parser.add_argument("--write", action="store_true", help="renew docs/operators.md; takes hours for all operators")
@@ -52,6 +53,7 @@ def main() -> None:
         start = time.monotonic()
         wanted = Options(dtype, options.kind, options.gather, options.limit, memory=memory, data=options.data)
         wanted = replace(wanted, entries=options.entries, autocast=options.autocast, transform=options.transform)
+        wanted = replace(wanted, checkpoint=options.checkpoint)
         with on(options.device):
             swept = sweep(names, ranks, wanted, progress=show, refused_in=refused_in)
         report.cases += swept.cases

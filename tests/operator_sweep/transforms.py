@@ -1,14 +1,41 @@
-"""Samples inside transforms of torch.func."""
+"""Samples inside transforms of torch.func, and inside selective activation checkpointing."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 TRANSFORMS = ("grad", "vjp", "jvp", "vmap", "twice")
+
+
+def _keep_all(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE
+
+
+def _keep_all_but_pointwise(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.PREFER_RECOMPUTE if torch.Tag.pointwise in op.tags else CheckpointPolicy.MUST_SAVE
+
+
+def _keep_nothing(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.PREFER_RECOMPUTE
+
+
+POLICIES = {"all": _keep_all, "all-but-pointwise": _keep_all_but_pointwise, "nothing": _keep_nothing}
+
+
+def checkpointed(policy: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function inside selective activation checkpointing, which keeps results as the policy says."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        contexts = partial(create_selective_checkpoint_contexts, POLICIES[policy])
+        return checkpoint(function, *args, use_reentrant=False, context_fn=contexts, **kwargs)
+
+    return call
 
 
 # Of these, torch's own forward mode differs from finite differences. Its gradients do not, so what is expected of one

@@ -28,6 +28,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 import shardtensor
 from shardtensor import UnsupportedSharding
+from shardtensor.layout import caches
 
 from .cases import (
     DTYPES,
@@ -46,7 +47,7 @@ from .cases import (
 )
 from .half import DATA, less_exact, rounded_weights, shifted
 from .memory import another_format, in_memory, row_major
-from .transforms import transformed
+from .transforms import checkpointed, transformed
 
 RIGHT, REFUSED, WRONG, FOREIGN, IMPRECISE, FORMAT = range(6)
 NAMES = {
@@ -89,6 +90,7 @@ class Options:
         autocast: "bfloat16" or "float16": inside torch.autocast, and compared as samples of half precision are.
         entries: the first operands are entries of a sharded dim, each on one rank.
         transform: of torch.func, inside of which the operator is called.
+        checkpoint: a policy of selective checkpointing, inside of which it is called for the first time on a layout.
         only: the number of the sample and the name of the cut of cases; None for all.
         setup: ``(module, function)`` to call on each rank before; what it returns is called afterwards.
     """
@@ -102,6 +104,7 @@ class Options:
     autocast: str | None = None
     entries: bool = False
     transform: str | None = None
+    checkpoint: str | None = None
     only: frozenset[tuple[int, str]] | None = None
     setup: tuple[str, str] | None = None
 
@@ -377,6 +380,9 @@ class Expected:
         if self.options.autocast:  # gradients are taken outside of it, as torch recommends
             autocast = torch.autocast(torch.get_default_device().type, HALF[self.options.autocast])
             function = autocast(function)
+        if self.options.checkpoint:
+            caches.forget()
+            function = checkpointed(self.options.checkpoint, function)
         if self.options.transform:
             return transformed(self.options.transform, function, arguments, self.name)
         return evaluate(function, arguments, self.gradients, self.weights)

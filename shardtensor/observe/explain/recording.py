@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.overrides import TorchFunctionMode
 
-from ..._compat import AutogradFunction, OpOverload, tree_leaves, tree_map, without_modes
+from ..._compat import AutogradFunction, OpOverload, hidden_from_program, tree_leaves, tree_map
 from ...dispatch.tensor import ShardTensor, wrap
 from ...errors import UnsupportedSharding
 from ...layout.spec import ShardTensorSpec
@@ -84,7 +84,7 @@ def substitute(name: str, func: Callable[..., Any], args: tuple[Any, ...], kwarg
     sharded = [t for t in tree_leaves((args, kwargs)) if isinstance(t, ShardTensor)]
     first = next((t._spec for t in sharded if not t._spec.is_replicate()), sharded[0]._spec)
     like = sharded[0]._local_tensor
-    with without_modes(), torch.no_grad():
+    with hidden_from_program():
         reference = func(*tree_map(_global, args), **tree_map(_global, kwargs))
 
     def made(result: Any) -> Any:

@@ -16,6 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..._compat import recomputed
 from ...layout.geometry import Interval, length
 from ..common.alignment import cast
 from .kernels import finite
@@ -120,11 +121,16 @@ class RunningSoftmax:
             self._sums = out.transpose(-2, -3) if lead else out, lse
         return self._sums
 
-    def add(self, start: int, out: Tensor, lse: Tensor) -> None:
-        """Take in a block's result for the rows from ``start`` on."""
+    @recomputed(apart=True)
+    def add(self, start: int, out: Tensor, lse: Tensor, *, apart: bool = False) -> None:
+        """Take in a block's result for the rows from ``start`` on.
+
+        Args:
+            apart: the block's result is used elsewhere, so that it must not become the sum.
+        """
         n, out = lse.shape[-1], cast(out, self._dtype)
         if self._sums is None and n == self._query.shape[-2]:
-            self._sums = out, lse
+            self._sums = (out.clone(), lse.clone()) if apart else (out, lse)
             return
         sums = self.result()
         mine, total = sums[0].narrow(-2, start, n), sums[1].narrow(-1, start, n)

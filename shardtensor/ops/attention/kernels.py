@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..._compat import untraced
+from ..._compat import hidden_from_program
 from ...communication.tracing import graph_operator, is_traced
 from ..common.alignment import cast
 
@@ -478,7 +478,7 @@ def _runs(kind: Callable[[float], Kernel], device_type: str, dtype: torch.dtype,
         return False
     kernel = kind(1.0)
     try:
-        with torch.no_grad(), torch.inference_mode(False), untraced(), torch.autocast(device_type, enabled=False):
+        with hidden_from_program(), torch.autocast(device_type, enabled=False):
             q, v = (torch.zeros(1, 1, 1, n, dtype=dtype, device=device_type) for n in (size, size_v))
             block = Block(q, q, v, None, False)
             kernel.attend_backward(v, block, *kernel.attend(block))

@@ -285,11 +285,11 @@ class _Attention(AutogradFunction):
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:
-        needed = ctx.needs_input_grad
+        needed, saved = ctx.needs_input_grad, ctx.saved_tensors  # once, as checkpointing asks for
         with torch.no_grad(), _no_autocast(grad.device.type):
-            grads = backward(ctx.work, ctx.kernel, needed, grad, *ctx.saved_tensors)
+            grads = backward(ctx.work, ctx.kernel, needed, grad, *saved)
         if torch.is_grad_enabled():
-            grads = _Once.apply(ctx.work, *grads, grad, *ctx.saved_tensors[:4])
+            grads = _Once.apply(ctx.work, *grads, grad, *saved[:4])
         return (*(g if n else None for g, n in zip(grads, needed)), None, None)
 
 

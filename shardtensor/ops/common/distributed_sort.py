@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..._compat import constant_like, untraced
+from ..._compat import constant_like, hidden_from_program
 from ...communication.redistribute import all_gather, all_reduce, swapped
 from ...layout.caches import cached
 from ...layout.geometry import boundaries_of
@@ -198,7 +198,7 @@ def _put(t: Tensor, index: Tensor) -> Tensor:
 @cached(maxsize=256)
 def _made(values: tuple[int, ...], device: torch.device) -> Tensor:
     """A tensor of them, made once: the host waits for what it copies to a GPU."""
-    with torch.inference_mode(False), untraced():
+    with hidden_from_program():
         return torch.tensor(values, dtype=torch.int64, device=device)
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import Partial, Replicate
 
-from ..._compat import TensorMeta, constant_like, untraced
+from ..._compat import TensorMeta, constant_like
 from ...communication.halo import Fetch
 from ...communication.zeros import padded
 from ...layout.placements import AxisLayout
@@ -168,8 +168,7 @@ class Constant:
     __slots__ = ("_data",)
 
     def __init__(self, make: Callable[[], Tensor]) -> None:
-        with torch.no_grad(), untraced():
-            self._data = make()
+        self._data = make()
 
     def like(self, tensor: Tensor) -> Tensor:
         """The constant, for use with ``tensor``."""

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from ..._compat import AutogradFunction, OpOverload
+from ..._compat import AutogradFunction, OpOverload, recomputed
 from ...dispatch.planning import AtenCall, AtenPlan, Path, argument, is_inplace, operand, spec_of
 from ...dispatch.registry import DECLINED, register
 from ...dispatch.tensor import ShardTensor, redistribute_to, run, wrap
@@ -43,6 +43,7 @@ class Read(AutogradFunction):
     """``read(x, indices)``, whose gradient is ``write(zeros, indices, gradient)``."""
 
     @staticmethod
+    @recomputed()
     def forward(
         ctx: Any, x: ShardTensor, read: Callable[..., Tensor], write: Callable[..., Tensor], *indices: Tensor
     ) -> Tensor:
@@ -53,7 +54,8 @@ class Read(AutogradFunction):
     @staticmethod
     def backward(ctx: Any, grad: ShardTensor) -> Any:
         zeros = wrap(torch.zeros(ctx.spec.local_shape(), dtype=grad.dtype, device=grad.device), ctx.spec)
-        return ctx.write(zeros, ctx.saved_tensors, grad), None, None, *(None for _ in ctx.saved_tensors)
+        indices = ctx.saved_tensors  # once, as checkpointing asks for
+        return ctx.write(zeros, indices, grad), None, None, *(None for _ in indices)
 
 
 def indexes_a_shard(spec: ShardTensorSpec, dims: Sequence[int]) -> bool:

@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
-from ..._compat import AutogradFunction, OpOverload, TensorMeta, is_traced, sparse_parts, tree_map, untraced
+from ..._compat import AutogradFunction, OpOverload, TensorMeta, hidden_from_program, is_traced, sparse_parts, tree_map
 from ..._compat.c10d import group_along
 from ...communication.rows import RowHalo, check_same, check_same_on_ranks
 from ...dispatch.found import found, is_kept
@@ -114,7 +114,7 @@ def _check(function: Callable[..., Tensor], *operands: Tensor) -> None:
     dtypes = {t.dtype: None for t in operands}
     if len(dtypes) > 1 and not torch.is_autocast_enabled(operands[0].device.type):
         raise RuntimeError(f"expected operands to have the same dtype, but got: {', '.join(map(str, dtypes))}")
-    with torch.no_grad(), untraced():
+    with hidden_from_program():
         function(*(torch.empty(t.shape, dtype=t.dtype, device="meta") for t in operands))
 
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from ..._compat import TensorMeta, untraced
+from ..._compat import TensorMeta, hidden_from_program
 from ...communication.halo import Fetch
 from ...dispatch.planning import without_data
 from ...dispatch.registry import register
@@ -175,7 +175,7 @@ def _checked(
     return windows, checks.is_self_attention(query, windows[0], windows[3], bool(halves))
 
 
-@untraced()
+@hidden_from_program()
 def _described(spec: ShardTensorSpec) -> Tensor:
     """A global tensor without data, for natten's checks; of its own dtype with autocast, too, which natten ignores."""
     return without_data(spec.tensor_meta)

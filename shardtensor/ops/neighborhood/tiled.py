@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..._compat import constant_like, untraced
+from ..._compat import constant_like, hidden_from_program
 from ...layout.geometry import Interval, length
 from ..common.alignment import wide_dtype
 
@@ -242,7 +242,7 @@ class _Plan(NamedTuple):
 
 
 @lru_cache(maxsize=32)  # few, as the indices of a large map take memory
-@untraced()
+@hidden_from_program()
 @torch.inference_mode(False)  # a plan that inference makes first must serve training, too
 def _plan(dims: tuple[Dim, ...], additional: int, batch: int, device: torch.device) -> _Plan:
     of_dims = [_tiles_of(dim, _tile_length(dim, len(dims))) for dim in dims]

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..._compat import TensorMeta, batch_norm_legit, batch_norm_legit_no_training, untraced
+from ..._compat import TensorMeta, batch_norm_legit, batch_norm_legit_no_training, hidden_from_program
 from ..._compat.c10d import process_group
 from ...dispatch.registry import register
 from ...dispatch.tensor import ShardTensor, promote
@@ -188,7 +188,7 @@ def _sync_batch_norm(module: Any, input: ShardTensor) -> Any:
 def _ranks_of(mesh: DeviceMesh, group: str) -> int:
     """How many ranks of a mesh are in a process group; 0 if it has no others."""
     members = set(dist.get_process_group_ranks(process_group(group)))
-    with untraced():
+    with hidden_from_program():
         held = len(members.intersection(mesh.mesh.flatten().tolist()))
     return held if held < len(members) else 0
 

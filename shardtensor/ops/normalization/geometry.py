@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from ..._compat import TensorMeta, untraced
+from ..._compat import TensorMeta
 from ...dispatch.tensor import ShardTensor, redistribute_to
 from ...layout.geometry import map_boundaries
 from ...layout.placements import AxisLayout
@@ -108,8 +108,7 @@ class Geometry:
     def output_spec(self, dtype: torch.dtype) -> ShardTensorSpec:
         """The spec of a new tensor of this dtype in the input's layout and memory format."""
         spec = self.spec
-        with untraced():
-            meta = torch.empty_like(torch.empty_strided(spec.shape, spec.stride, dtype=dtype, device="meta"))
+        meta = torch.empty_like(torch.empty_strided(spec.shape, spec.stride, dtype=dtype, device="meta"))
         return spec.replace(meta=TensorMeta(meta.shape, meta.stride(), dtype))
 
 
@@ -193,6 +192,5 @@ def result_dtype(
     """
     # Asked of torch on two elements rather than copied from its tables, which differ by device and version.
     metas = [t.tensor_meta if isinstance(t, ShardTensorSpec) else t for t in others]
-    with torch.no_grad(), untraced():
-        small = [None if meta is None else torch.ones(1, dtype=meta.dtype, device=call.device) for meta in metas]
-        return kernel(torch.ones(2, 1, 1, dtype=x.tensor_meta.dtype, device=call.device), *small).dtype
+    small = [None if meta is None else torch.ones(1, dtype=meta.dtype, device=call.device) for meta in metas]
+    return kernel(torch.ones(2, 1, 1, dtype=x.tensor_meta.dtype, device=call.device), *small).dtype

@@ -18,7 +18,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from ..._compat import constant_like, has_kernels_of_sync_batch_norm, is_traced, kernel, untraced
+from ..._compat import constant_like, has_kernels_of_sync_batch_norm, is_traced, kernel
 from ...communication.redistribute import all_gather, all_gather_each
 from ...communication.tracing import materialized
 from ..common.alignment import wide_dtype, widened
@@ -48,8 +48,7 @@ class Kernels:
     def __init__(self, geometry: Geometry, device: torch.device) -> None:
         self.geometry, self.eps, self.shape = geometry, geometry.eps, geometry.shape
         self.dtype = wide_dtype(geometry.spec.tensor_meta.dtype)
-        with torch.inference_mode(False), untraced():
-            self._set_of = torch.arange(geometry.sets, device=device).repeat_interleave(geometry.per_set)
+        self._set_of = torch.arange(geometry.sets, device=device).repeat_interleave(geometry.per_set)
 
     def of_channels(self, *of_sets: Tensor) -> list[Tensor]:
         """Numbers of sets for each of their channels."""
@@ -359,12 +358,11 @@ class Synchronized(Kernels):
 
     def __init__(self, geometry: Geometry, device: torch.device, merge: Merge) -> None:
         self.geometry, self._merge, self._share = geometry, merge, 1 / geometry.count
-        with torch.inference_mode(False), untraced():
-            counts = self._counts = (merge.weights.view(-1) * geometry.count).round_()
-            self._integers = counts.to(torch.int32)
-            # Of means and reciprocal standard deviations, what is taken relative to a mean.
-            self._shifted = counts.new_tensor((1.0, 0.0)).view(2, 1, 1, 1).repeat(1, 1, 1, geometry.per_set)
-            self._eps, self._zeros = counts.new_tensor(geometry.eps), counts.new_zeros(geometry.sets)
+        counts = self._counts = (merge.weights.view(-1) * geometry.count).round_()
+        self._integers = counts.to(torch.int32)
+        # Of means and reciprocal standard deviations, what is taken relative to a mean.
+        self._shifted = counts.new_tensor((1.0, 0.0)).view(2, 1, 1, 1).repeat(1, 1, 1, geometry.per_set)
+        self._eps, self._zeros = counts.new_tensor(geometry.eps), counts.new_zeros(geometry.sets)
 
     @classmethod
     def of(cls, geometry: Geometry, device: torch.device, merges: Sequence[Merge]) -> Synchronized | None:

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from ..._compat import AutogradFunction, TensorMeta, batch_norm_legit, constant_like, kernel, untraced
+from ..._compat import AutogradFunction, TensorMeta, batch_norm_legit, constant_like, kernel, recomputed
 from ...communication.redistribute import all_reduce, start_sums
 from ...communication.tracing import goes_into_graph, is_traced
 from ...layout.spec import ShardTensorSpec
@@ -46,6 +46,7 @@ class Norm(Plan):
         self.narrows = [isinstance(p, TensorMeta) and geometry.own_shape(p.shape) != p.shape for p in parameters]
         self.metas = [p.tensor_meta if isinstance(p, ShardTensorSpec) else p for p in parameters]
 
+    @recomputed()
     def forward(self, x: Tensor, weight: Tensor | None, bias: Tensor | None = None, *buffers: Tensor | None) -> Kept:
         if self.casts:
             with torch.autocast(x.device.type, enabled=False):
@@ -315,9 +316,8 @@ class ShardedNorm(Norm):
             (d, start, n), *others = geometry.intervals
             if d == 0 and not others:
                 rows, *row = metas[0].shape
-                with torch.inference_mode(False), untraced():
-                    zero = torch.zeros((), dtype=self.wide, device=device)
-                    self.around = [zero.expand(k, *row) for k in (start, rows - start - n)]
+                zero = torch.zeros((), dtype=self.wide, device=device)
+                self.around = [zero.expand(k, *row) for k in (start, rows - start - n)]
 
     def _kernels(self, x: Tensor) -> Kernels:
         """Those for a shard in this order of memory."""

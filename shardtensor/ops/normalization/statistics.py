@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 
-from ..._compat import TensorMeta, constant_like, untraced
+from ..._compat import TensorMeta, constant_like
 from ..._compat.c10d import group_along
 from ...communication.redistribute import all_gather, all_reduce, redistribute_local
 from ...dispatch.tensor import redistribute_to
@@ -55,8 +55,7 @@ class Merge:
             self.held = [rank for rank, size in enumerate(sizes) if size]
             self.partly = len(self.held) < len(sizes)
             self.shares = [sizes[rank] / total for rank in self.held]
-            with torch.inference_mode(False), untraced():
-                self.weights = torch.tensor(self.shares, dtype=dtype, device=device).view(-1, 1)
+            self.weights = torch.tensor(self.shares, dtype=dtype, device=device).view(-1, 1)
 
     def __call__(self, moments: Moments) -> Moments:
         if not self.gathers:

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..._compat import kernel, nn_functions, untraced
+from ..._compat import kernel, nn_functions
 from ...communication.halo import Fetch
 from ...dispatch.registry import FUNCTIONS
 from ...layout.geometry import Interval, intervals_of, length, map_boundaries
@@ -62,7 +62,6 @@ class Taps:
     first: Tensor
     weights: Tensor
 
-    @untraced()
     def reads(self, sizes: Sequence[int]) -> list[Interval]:
         """The input interval that each rank reads for its part of the outputs; empty for an empty one."""
         # Of all ranks at once: for many of them an operator for each would take long.
@@ -165,7 +164,6 @@ class Resize:
 
 
 @lru_cache(maxsize=256)
-@untraced()
 def _taps(resize: Resize) -> Taps:
     """See [Note: taps]."""
     step, size = resize.step, resize.size
@@ -203,7 +201,6 @@ def _taps(resize: Resize) -> Taps:
 
 
 @lru_cache(maxsize=1024)
-@untraced()
 def as_local(resize: Resize, part: Interval, out: Interval) -> tuple[Resize, int] | None:
     """How torch can compute the outputs ``out`` from ``part`` alone, as if that were the global dim; None if it cannot.
 
