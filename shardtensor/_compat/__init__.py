@@ -458,7 +458,7 @@ def hidden_from_program() -> Iterator[None]:
         yield
         return
     _hidden.now = True
-    record_functions: Callable[[bool], None] = torch._C._autograd._enable_record_function  # type: ignore[attr-defined]
+    record_functions: Callable[[bool], None] = torch._C._autograd._enable_record_function
     record_functions(False)
     try:
         # Dynamo's dispatcher would run torch's references on tensors of the meta device; some take them otherwise.
@@ -517,7 +517,7 @@ def recomputed(**instead: Any) -> Callable[[Function], Function]:
 
 def _replace_modes(modes: Sequence[TorchDispatchMode], others: Sequence[TorchDispatchMode]) -> None:
     for _ in modes:
-        _pop_mode()  # type: ignore[no-untyped-call]
+        _pop_mode()
     for mode in others:
         _push_mode(mode)
 

@@ -28,7 +28,7 @@ import torch.nn.functional as F
 from torch import Generator, Tensor
 from torch.distributed.tensor import Partial, Replicate, Shard
 
-from ..._compat import OpOverload, nn_functions
+from ..._compat import OpOverload, nn_functions, recomputed
 from ...communication.redistribute import redistribute_local
 from ...dispatch.planning import AtenCall, AtenPlan, Path, Rule, is_inplace, keeps_owners, meta_of, without_data
 from ...dispatch.registry import default_rule, register
@@ -324,11 +324,14 @@ def plan_rrelu(
     """Slopes are drawn like all random numbers of shards; torch's own writes them into a plain tensor."""
     inplace = inplace or call.name == "rrelu_"
 
+    @recomputed()
+    def slopes(x: Any) -> Any:
+        return torch.empty_like(x.detach()).uniform_(lower, upper, generator=generator)
+
     def rrelu(x: Any) -> Any:
         if not training:
             return F.leaky_relu(x, (lower + upper) / 2, inplace=inplace)
-        slopes = torch.empty_like(x.detach()).uniform_(lower, upper, generator=generator)
-        result = torch.where(x <= 0, x * slopes, x)
+        result = torch.where(x <= 0, x * slopes(x), x)
         return x.copy_(result) if inplace else result
 
     return Composed(rrelu)
