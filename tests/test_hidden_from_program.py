@@ -12,9 +12,10 @@ import operator_sweep
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from operator_sweep import operator_names
 from operator_sweep.cases import cuts, place
-from operator_sweep.transforms import POLICIES
+from operator_sweep.transforms import POLICIES, checkpointed
 from operator_sweep.worker import (
     RIGHT,
     Expected,
@@ -239,3 +240,25 @@ def test_modes_are_back_afterwards(inference):
         torch.ones(2).add(1)
     assert [name for name, _ in mode.calls] == ["aten.ones.default", "aten.add.Tensor"]
     assert functions.calls[-1] == "add"
+
+
+def padded_in_checkpoints(selective):
+    """The kernel of the rank in the middle pads nothing, and saves nothing."""
+    x = torch.arange(6.0, dtype=torch.float64).view(2, 3).requires_grad_()
+    weights = torch.linspace(0.5, 1.5, 12, dtype=torch.float64).view(2, 6)
+
+    def loss(x):
+        def padded(x):
+            return F.pad(x.sin(), (1, 2), mode="reflect")
+
+        y = checkpointed("all", padded)(x) if selective else checkpoint(padded, x, use_reentrant=False)
+        return (y * weights).sum()
+
+    cut = shard(x.detach().clone(), shared_mesh(3), [Shard(1)], {0: (1, 1, 1)}, requires_grad=True)
+    (expected,), (found,) = torch.autograd.grad(loss(x), x), torch.autograd.grad(loss(cut), cut)
+    torch.testing.assert_close(found.full_tensor(), expected, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("selective", [False, True])
+def test_checkpoints_where_some_ranks_save_nothing(selective):
+    run_distributed(padded_in_checkpoints, 3, selective, timeout=60)

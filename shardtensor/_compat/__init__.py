@@ -60,6 +60,13 @@ multithreading_enabled: Callable[[], bool] = torch._C._is_multithreading_enabled
 NEEDS_VALUES = (DataDependentOutputException, DynamicOutputShapeException)
 # What checkpointing raises to stop a recomputation of which everything is there.
 STOPS_RECOMPUTATION = _StopRecomputationError
+
+
+def saved_tensors_hooked() -> bool:
+    """Whether what is saved for backward goes through hooks, as inside of a checkpoint; not while a graph is traced."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
+
+
 # Whether autocast is on for any device.
 any_autocast_enabled = torch._C._is_any_autocast_enabled
 # Whether only deterministic kernels may be called.

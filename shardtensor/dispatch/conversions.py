@@ -24,6 +24,7 @@ from .._compat import (
     new_wide_wrapper,
     new_wrapper,
     same_memory,
+    saved_tensors_hooked,
     transforms_active,
 )
 from ..communication.redistribute import redistribute_local, rounded
@@ -244,10 +245,16 @@ class _FromLocal(AutogradFunction):
         ctx.set_materialize_grads(False)
         ctx.spec = spec
         ctx.grad_spec = spec.for_gradient() if grad_spec is None else grad_spec
+        if saved_tensors_hooked():
+            # A checkpoint recomputes when a saved tensor is asked for, until it has all of them. What torch's kernels
+            # save depends on the shard, and some save nothing of an empty one: that rank would communicate less. Here
+            # all ranks save something last, and ask for it first.
+            ctx.save_for_backward(local.new_empty(0))
         return _wrap_detached(local, spec)
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:
+        _ = ctx.saved_tensors
         if grad is None:
             return None, None, None
         if getattr(grad, "_spec", None) is not ctx.grad_spec:
