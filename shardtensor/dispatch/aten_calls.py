@@ -8,8 +8,9 @@ if it has one; otherwise it is refused, unless all its tensors are replicated.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -38,7 +39,7 @@ from ..ranks.history import here
 from .conversions import wrap
 from .copies import Back, Moved, check_written, note_copies, note_write, represents_view
 from .found import INDICES, note_views, raise_versions
-from .gathering import gathered
+from .gathering import STRIDED, gathered
 from .open_layouts import REDUCES_BY_INDEX, decide, decide_by_index, fill, is_open, leave_open, note_open_views
 from .planning import (
     AtenCall,
@@ -330,6 +331,8 @@ def _run_replicated(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any
         lambda a: a._local_tensor if isinstance(a, DTensor) else a, (tuple(args), kwargs)
     )
     call = counting_writes(func) if func._schema.is_mutable or returns_view(func) else func
+    if func in STRIDED:
+        call = partial(_in_its_memory, call, args[0]._spec)
     result = call(*whole_args, **whole_kwargs)
     returns_self = is_inplace(func)
 
@@ -345,7 +348,16 @@ def _run_replicated(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any
     if torch.Tag.dynamic_output_shape in func.tags:
         return _Done(value)  # the shape may be another one next time
     outputs = [spec(r) for r in result] if isinstance(result, (list, tuple)) else spec(result)
-    return _Done(value, AtenPlan(outputs, returns_self=returns_self and result is not None))
+    plan = AtenPlan(outputs, returns_self=returns_self and result is not None)
+    return _Done(value, replace(plan, call=call) if func in STRIDED else plan)
+
+
+def _in_its_memory(func: Callable[..., Any], spec: ShardTensorSpec, local: Tensor, *args: Any, **kwargs: Any) -> Any:
+    """An operator that takes elements of a whole tensor by their places in memory."""
+    if local.stride() != spec.tensor_meta.stride:
+        reason = f"the memory of the whole tensor has strides {local.stride()} instead of {spec.tensor_meta.stride}"
+        raise refuse(func, spec, reason, "call it on contiguous(), with the strides of that")
+    return func(local, *args, **kwargs)
 
 
 def _written(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:

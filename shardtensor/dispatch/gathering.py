@@ -15,9 +15,16 @@ from torch.distributed.tensor import DTensor
 from .._compat import OpOverload, tree_map
 from ..communication.redistribute import redistribute_local
 from ..errors import refuse
+from ..layout.spec import ShardTensorSpec
+from ..layout.strides import laid_out, lies_dense
 from .conversions import wrap
 from .copies import mark_copied, note_write
 from .planning import distributed_operands, is_inplace, meta_of, returns_view, spec_of
+
+_aten = torch.ops.aten
+
+# They take elements by their places in memory.
+STRIDED = (_aten.as_strided.default, _aten.as_strided_copy.default, _aten.as_strided_scatter.default)
 
 
 def gathered(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -36,8 +43,15 @@ def gathered(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> A
         )
     pattern = next(spec for spec in specs if not spec.is_replicate())
 
+    if func in STRIDED and isinstance(args[0], DTensor):
+        places = {k: v for k, v in kwargs.items() if k != "src"}
+        _check_known(func, spec_of(args[0]), *(a for a in args[1:] if not isinstance(a, Tensor)), **places)
+
     def whole(a: Any) -> Any:
-        return redistribute_local(a._local_tensor, spec_of(a), spec_of(a).replicated()) if isinstance(a, DTensor) else a
+        if not isinstance(a, DTensor):
+            return a
+        spec = spec_of(a)
+        return laid_out(redistribute_local(a._local_tensor, spec, spec.replicated()), spec.tensor_meta.stride)
 
     plain_args, plain_kwargs = tree_map(whole, (tuple(args), kwargs))
     if inplace:
@@ -61,3 +75,24 @@ def gathered(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> A
 
     result = tree_map(shard, func(*plain_args, **plain_kwargs))
     return tree_map(lambda view: mark_copied(view, args[0]), result) if returns_view(func) else result
+
+
+def _check_known(
+    func: OpOverload,
+    spec: ShardTensorSpec,
+    size: Sequence[int],
+    stride: Sequence[int],
+    storage_offset: int | None = None,
+) -> None:
+    """Raise where an operator of :data:`STRIDED` may take what one device has in memory around the elements."""
+    reason, remedy = "", "call it on contiguous(), with the strides of that"
+    if storage_offset is not None:
+        reason = "a ShardTensor has no memory of its own, in which storage_offset could be a place"
+        remedy = "leave out storage_offset if it is the tensor's own"
+    elif not lies_dense(spec.shape, spec.tensor_meta.stride):
+        reason = f"there are gaps between its elements (strides {tuple(spec.tensor_meta.stride)})"
+    elif 0 not in size and sum((n - 1) * step for n, step in zip(size, stride, strict=True)) >= spec.shape.numel():
+        reason = f"size {tuple(size)} and stride {tuple(stride)} reach beyond its elements"
+        remedy = "call it on a tensor that has all elements"
+    if reason:
+        raise refuse(func, spec, reason, remedy)

@@ -31,6 +31,12 @@ def dense_stride(shape: Sequence[int], like: Sequence[int]) -> tuple[int, ...]:
     return tuple(strides)
 
 
+def lies_dense(shape: Sequence[int], stride: Sequence[int]) -> bool:
+    """Whether dims with these strides lie in memory without gaps, and without sharing any of it."""
+    dense = dense_stride(shape, stride)
+    return 0 in shape or all(n == 1 or a == b for n, a, b in zip(shape, stride, dense, strict=True))
+
+
 def stride_like(like: Tensor, shape: Sequence[int]) -> tuple[int, ...]:
     """Strides of a tensor of another shape: channels-last where this one is, row-major otherwise."""
     if like.ndim in CHANNELS_LAST and _is_channels_last(like):
@@ -110,6 +116,11 @@ def cat_like(pieces: list[Tensor], dim: int, like: Tensor, shape: Sequence[int])
 def zeros_like(like: Tensor, shape: Sequence[int]) -> Tensor:
     """Zeros of this shape, channels-last where ``like`` is and row-major otherwise."""
     return torch.empty_strided(shape, stride_like(like, shape), dtype=like.dtype, device=like.device).zero_()
+
+
+def laid_out(t: Tensor, stride: tuple[int, ...]) -> Tensor:
+    """A whole tensor in memory with these strides, those that it has on one device; as it is where they have gaps."""
+    return with_stride(t, stride) if lies_dense(t.shape, stride) else t
 
 
 def with_stride(t: Tensor, stride: tuple[int, ...]) -> Tensor:

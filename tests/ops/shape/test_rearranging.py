@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from spatial_cases import check_cases, data
 from torch.distributed.tensor import Replicate, Shard
 
+from shardtensor import ShardTensor, UnsupportedSharding, allow_gather
 from shardtensor.testing import (
     assert_matches_unsharded,
     count_communication,
@@ -314,3 +315,56 @@ def test_errors_on_every_rank_before_anything_is_sent(name):
     for raised in errors:
         with pytest.raises(WRONG[name][1], match=WRONG[name][2]):
             raise raised
+
+
+# -- by places in memory ----------------------------------------------------------------------------------------------
+
+
+def chunks_of_longformer(x):
+    heads = x.view(12, 2, 2).transpose(0, 1).view(2, 3, 4, 2)
+    outer, chunk, *inner = heads.stride()
+    return heads.as_strided((2, 5, 4, 2), (outer, chunk // 2, *inner))
+
+
+# Of (1, 12, 4); each takes elements by the strides that the tensor has on one device.
+BY_PLACE = {
+    "longformer": chunks_of_longformer,
+    "permuted": lambda x: x[0].t().as_strided((2, 3), (1, 5)),
+    "a copy": lambda x: torch.as_strided_copy(x[0].t(), (2, 3), (1, 5)),
+    "scattered": lambda x: x + x.detach()[0].t().as_strided_scatter(x.detach()[0, :2, :3], (2, 3), (1, 5)).t(),
+    "gathered before": lambda x: whole(x[0].t())[:, 2:].as_strided((2, 3), (1, 4)),
+    "channels last": lambda x: x.view(1, 12, 2, 2).permute(0, 3, 1, 2).as_strided((5, 3), (4, 7)),
+    "every second": lambda x: x[0, ::2].contiguous().as_strided((3, 3), (4, 5)),
+}
+
+
+def whole(x):
+    return x.redistribute(placements=[Replicate()]) if isinstance(x, ShardTensor) else x
+
+
+def by_place(sizes):
+    for f in BY_PLACE.values():
+        with allow_gather():
+            assert_matches_unsharded(
+                f, data(1, 12, 4), mesh_shape=len(sizes), placements=[Shard(1)], shard_sizes={0: sizes}
+            )
+    x = shard(data(12, 4), shared_mesh(len(sizes)), [Shard(0)], {0: sizes})
+    assert x.t().full_tensor().stride() == (1, 4) == whole(x.t()).to_local().stride()
+    # What one device has around the elements, no rank knows.
+    for f, reason in (
+        (lambda: x[1:].as_strided((2, 2), (1, 4), 0), "storage_offset could be a place"),
+        (lambda: x[:, 1:3].as_strided((2, 2), (1, 4)), r"gaps between its elements \(strides \(4, 1\)\)"),
+        (lambda: x[:2].as_strided((3, 4), (4, 1)), "reach beyond its elements"),
+        (lambda: whole(x[:, 1:3].t()).as_strided((2, 2), (1, 5)), r"strides \(12, 1\) instead of \(1, 4\)"),
+    ):
+        with allow_gather(), pytest.raises(UnsupportedSharding, match=reason):
+            f()
+    named = {"size": (2, 3), "stride": (1, 5)}
+    with allow_gather():
+        assert torch.equal(x.t().as_strided(**named).full_tensor(), data(12, 4).t().as_strided(**named))
+        assert torch.equal(torch.ops.aten.as_strided(x, **named).full_tensor(), data(12, 4).as_strided(**named))
+
+
+@pytest.mark.parametrize("sizes", [(8, 4), pytest.param((0, 7, 5), marks=pytest.mark.slow)], ids=str)
+def test_elements_by_their_places_in_memory_are_those_of_one_device(sizes):
+    run_distributed(by_place, len(sizes), sizes)
