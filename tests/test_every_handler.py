@@ -402,7 +402,10 @@ ELSEWHERE = {
     ("test_gradients.py", "backward"): ["function torch._tensor.Tensor.backward", "function torch.autograd.backward"],
     ("test_export.py", "from_dlpack"): [
         *(f"function Tensor.{name}" for name in ("apply_", "map2_", "map_", "numpy", "tolist")),
+        *(f"function Tensor.{name}" for name in ("data_ptr", "const_data_ptr", "storage_offset", "untyped_storage")),
         *(f"function torch._tensor.Tensor.{name}" for name in ("__array__", "__dlpack__", "__dlpack_device__")),
+        "function property.property.__get__",
+        "function torch._tensor.Tensor.storage",
         "function torch._tensor.Tensor.__format__",
     ],
     ("test_pad.py", "pad_sequence"): [f"function {name}.pad_sequence" for name in ("aten", "torch._C._nn")],

@@ -10,7 +10,7 @@ The operator has a handler, not a plan: it gets a process group, and returns the
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -28,6 +28,7 @@ from ..dispatch.tensor import ShardTensor
 from ..errors import refuse
 from ..layout.spec import ShardTensorSpec
 from ..ranks.agreement import gather_with_history
+from ..ranks.callers import calling_module
 from ..ranks.cuda_graphs import check_has_values
 
 _all_reduce = torch.ops.c10d.allreduce_.default
@@ -84,6 +85,9 @@ def _check_same_part(spec: ShardTensorSpec, ranks: set[int]) -> None:
 # there finds anything. So they are refused. One element, such as a loss, becomes its number as in ``item()``, for which
 # all ranks must take part.
 #
+# torch's own modules ask for storages and addresses, too: to tell tensors apart, for sizes, and whether there is memory
+# at all. They get a storage without memory, whose address is zero.
+#
 # These functions have handlers, not plans: they refuse, or read data.
 
 _aten = torch.ops.aten
@@ -105,6 +109,34 @@ for _name in ("numpy", "tolist", "__array__"):
     _register_export(_name)
 for _name in ("__dlpack__", "__dlpack_device__"):
     register(getattr(Tensor, _name))(Refusal(_name, __name__, "a ShardTensor has no memory of its own", _REMEDY))
+# Modules that compare addresses, and know what zero means; the kernels that others of torch's launch do not.
+_COMPARING = tuple(
+    map("torch.{}.".format, ("_dynamo", "_functorch", "_subclasses", "autograd", "distributed", "nn", "utils"))
+) + ("torch.cuda._sanitizer",)
+
+
+def _register_memory(name: str, function: Callable[..., Any], allowed: tuple[str, ...]) -> None:
+    refusal = Refusal(name, __name__, "a ShardTensor has no memory of its own", _REMEDY)
+
+    @register(function)
+    def _(self: Tensor, *args: Any) -> Any:
+        return NotImplemented if calling_module().startswith(allowed) else refusal(self)
+
+
+for _name in ("data_ptr", "const_data_ptr"):
+    _register_memory(_name, getattr(Tensor, _name), _COMPARING)
+for _name in ("untyped_storage", "storage", "storage_offset"):
+    _register_memory(_name, getattr(Tensor, _name), ("torch.",))
+
+
+@register(Tensor.__cuda_array_interface__.__get__)
+def _cuda_array_interface(self: Tensor, *_: Any) -> Any:
+    """On other devices torch has no such attribute, for which libraries look."""
+    if self.device.type != "cuda":
+        return NotImplemented
+    raise refuse("__cuda_array_interface__", self, "a ShardTensor has no memory of its own", _REMEDY)
+
+
 for _name in ("apply_", "map_", "map2_"):
     _remedy = "call it on x.to_local(), whose memory is the shard's"
     register(getattr(Tensor, _name))(Refusal(_name, __name__, "a ShardTensor has no memory of its own", _remedy))

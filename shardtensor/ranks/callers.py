@@ -30,6 +30,16 @@ def called_from() -> tuple[str, list[str]]:
     return family, lines
 
 
+# What runs between a call with a ShardTensor and this package.
+_BETWEEN = ("shardtensor.", "torch.overrides", "torch._tensor", "torch.utils._device")
+
+
+def calling_module() -> str:
+    """The module whose code calls a function or method of torch that this package has a handler for."""
+    modules = (frame.f_globals.get("__name__", "") for frame, _ in walk_stack(sys._getframe(1)))
+    return next((name for name in modules if not name.startswith(_BETWEEN)), "")
+
+
 def raised_at(traceback: TracebackType | None) -> str:
     """The innermost line outside of torch that an exception came through; "" where there is none."""
     found = ""

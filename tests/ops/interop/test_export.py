@@ -2,18 +2,33 @@
 
 from __future__ import annotations
 
+import copy
+import io
+import pickle
+
 import numpy as np
 import pytest
 import torch
+from torch.autograd.graph import allow_mutation_on_saved_tensors
+from torch.distributed._state_dict_utils import _offload_state_dict_to_cpu
+from torch.distributed._tools.mem_tracker import MemTracker
+from torch.distributed.checkpoint._state_dict_stager import StateDictStager
 from torch.distributed.tensor import Shard
+from torch.utils.data import default_collate
 
 import shardtensor
-from shardtensor import UnsupportedSharding
+from shardtensor import ShardTensor, UnsupportedSharding
 from shardtensor.testing import count_communication, run_distributed, run_expecting_errors, shard, shared_mesh
 
 
 class Other(torch.Tensor):
     """Of another package."""
+
+
+def written(x):
+    made = torch.zeros(6)
+    made[:] = x
+    return made
 
 
 OUT = {
@@ -26,6 +41,15 @@ OUT = {
     "torch.to_dlpack": (lambda x: torch.to_dlpack(x), "to_dlpack: no distributed form"),
     "apply_": (lambda x: x.apply_(lambda v: v + 1), "apply_: a ShardTensor has no memory"),
     "as_subclass": (lambda x: x.as_subclass(Other), "as_subclass: a ShardTensor cannot be of class Other, too"),
+    "data_ptr": (lambda x: x.data_ptr(), "data_ptr: a ShardTensor has no memory"),
+    "const_data_ptr": (lambda x: x.const_data_ptr(), "const_data_ptr: a ShardTensor has no memory"),
+    "untyped_storage": (lambda x: x.untyped_storage(), "untyped_storage: a ShardTensor has no memory"),
+    "_typed_storage": (lambda x: x._typed_storage(), "untyped_storage: a ShardTensor has no memory"),
+    "storage": (lambda x: x.storage(), "storage: a ShardTensor has no memory"),
+    "storage_offset": (lambda x: x.storage_offset(), "storage_offset: a ShardTensor has no memory"),
+    "set_": (lambda x: torch.empty(0).set_(x.untyped_storage()), "untyped_storage: a ShardTensor has no memory"),
+    "safetensors": (lambda x: pytest.importorskip("safetensors.torch").save({"x": x}), "data_ptr: a ShardTensor has"),
+    "written": (lambda x: written(x).data_ptr(), "data_ptr: a ShardTensor has no memory"),
     "map_": (lambda x: x.map_(x, lambda a, b: a), "map_: a ShardTensor has no memory"),
 }
 
@@ -48,6 +72,48 @@ def test_refused_on_every_rank(name):
     for error in run_expecting_errors(take, 2, name):
         with pytest.raises(UnsupportedSharding, match=OUT[name][1] + r".*\[4, 2\].*Remedy: .*to_local\(\)"):
             raise error
+
+
+def array_interface():
+    x = numbers()
+    if x.device.type == "cpu":  # plain tensors have none either
+        return not hasattr(x, "__cuda_array_interface__")
+    with pytest.raises(UnsupportedSharding, match="a ShardTensor has no memory"):
+        x.__cuda_array_interface__  # noqa: B018
+    return True
+
+
+@pytest.mark.on_device
+def test_no_address_for_arrays_on_devices():
+    assert all(run_distributed(array_interface, 2))
+
+
+def asked_by_torch():
+    """Of storages and addresses: modules of torch's that tell tensors apart by them."""
+    whole = torch.arange(6.0)
+    for x in (numbers(), written(numbers())):
+        assert not x.is_shared() and torch.equal(default_collate([x, x]).full_tensor(), torch.stack([whole, whole]))
+        staged = StateDictStager(pin_memory=False, share_memory=False).stage({"x": x})["x"]
+        offloaded = _offload_state_dict_to_cpu({"x": x})["x"]
+        pickled = pickle.loads(pickle.dumps(x))
+        for y in (staged, offloaded, copy.deepcopy(x), pickled):
+            assert isinstance(y, ShardTensor) and torch.equal(y.full_tensor(), whole)
+        buffer = io.BytesIO()
+        torch.save(x, buffer)
+        buffer.seek(0)
+        assert torch.equal(torch.load(buffer).full_tensor(), whole)
+    leaf = numbers().requires_grad_()
+    with allow_mutation_on_saved_tensors(), MemTracker():
+        y = leaf * 1
+        z = y.sin()
+        y.add_(1)
+        z.sum().backward()
+    assert torch.equal(leaf.grad.full_tensor(), whole.cos())
+
+
+@pytest.mark.on_cpu("it is offloaded there")
+def test_torch_itself_may_ask_for_storages():
+    run_distributed(asked_by_torch, 2)
 
 
 def taken_for_a_tensor():
