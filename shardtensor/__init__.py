@@ -10,7 +10,7 @@ answer_help()  # before torch is imported, see [Note: help]
 from . import debug, neighbors, ops  # noqa: F401
 from .communication.exchange import set_transport
 from .context import allow_gather
-from .dispatch import functions, gradients, user_strategies  # noqa: F401  # functions: puts its hook in place
+from .dispatch import functions, gradients, uneven, user_strategies  # noqa: F401  # some put their hooks in place
 from .dispatch.patches import install
 from .dispatch.registry import Support, register, registered, supports, unregister
 from .dispatch.scatter import gather_tensor, scatter_tensor

@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 
 import pytest
 import torch
 import torch.distributed as dist
 from seeded import seeded
+from torch import nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.experimental import local_map
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    PrepareModuleOutput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
 
-from shardtensor import ShardTensor
+from shardtensor import ShardTensor, UnsupportedSharding
 from shardtensor.layout.caches import forget
-from shardtensor.testing import count_communication, run_distributed, shard, shared_mesh
+from shardtensor.testing import assert_matches_unsharded, count_communication, run_distributed, shard, shared_mesh
 
 
 def local_of(n, seed=0):
@@ -289,3 +300,111 @@ def on_a_grid():
 
 def test_copies_along_one_of_two_mesh_dims():
     run_distributed(on_a_grid, 4)
+
+
+# -- torch's own from_local -------------------------------------------------------------------------------------------
+
+
+def mapped(x, placements):
+    return local_map(lambda t: {"a": t.sin() * t, "b": 2 * t}, (placements, placements), redistribute_inputs=True)(x)
+
+
+def prepared(x, placements):
+    """A module that gets local tensors, and whose local results become DTensors."""
+    module = nn.Sequential(nn.Tanh(), nn.Identity())
+    if isinstance(x, ShardTensor):
+        styles = {
+            "0": PrepareModuleInput(input_layouts=placements, desired_input_layouts=placements, use_local_output=True),
+            "1": PrepareModuleOutput(
+                output_layouts=placements, desired_output_layouts=placements, use_local_output=False
+            ),
+        }
+        parallelize_module(module, x.device_mesh, styles)
+    return module(x)
+
+
+def converted(x, placements):
+    return DTensor.from_local(x.to_local() * 3, x.device_mesh, placements) if isinstance(x, ShardTensor) else 3 * x
+
+
+def sequence_parallel(x, placements):
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.LayerNorm(3), nn.Linear(3, 4), nn.Linear(4, 3)).double()
+    if isinstance(x, ShardTensor):
+        styles = {
+            "0": SequenceParallel(sequence_dim=0, use_local_output=True),
+            "1": ColwiseParallel(input_layouts=placements[0]),
+            "2": RowwiseParallel(output_layouts=placements[0], use_local_output=False),
+        }
+        parallelize_module(module, x.device_mesh, styles)
+    return module(x)
+
+
+def by_torch(shape, sizes):
+    placements = [Shard(m) for m in range(len(sizes))]
+    functions = [mapped, converted, prepared, sequence_parallel] if len(shape) == 1 else [mapped, converted]
+    for f in functions:
+        assert_matches_unsharded(
+            lambda x, f=f: f(x, placements),
+            torch.randn(8, 3, generator=seeded(0)).double(),
+            mesh_shape=shape,
+            placements=placements,
+            shard_sizes=dict(enumerate(sizes)),
+        )
+
+
+@pytest.mark.parametrize(
+    ("shape", "sizes"),
+    [
+        ((2,), [(6, 2)]),
+        pytest.param((3,), [(7, 0, 1)], marks=pytest.mark.slow),
+        pytest.param((2, 2), [(0, 8), (1, 2)], marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_what_torch_makes_of_local_results_has_their_sizes(shape, sizes):
+    run_distributed(by_torch, math.prod(shape), shape, sizes)
+
+
+def along_one_axis():
+    """Sizes are compared along an axis along which a tensor is sharded unevenly, whatever mesh it is of."""
+    mesh = shared_mesh((2, 2), ("dp", "domain"))
+    rows = torch.ones(2, 3)
+    forget()
+
+    def made(t, mesh, *placements, **options):
+        with count_communication() as counted:
+            y = DTensor.from_local(t, mesh, placements, **options)
+        return type(y), tuple(y.shape), counted.collectives.total() + counted.messages
+
+    assert made(rows, mesh["domain"], Shard(0)) == (DTensor, (4, 3), 0)
+    x = shard(torch.ones(7, 3), mesh, [Replicate(), Shard(0)], {1: (6, 1)})
+    assert made(x.to_local(), mesh["domain"], Shard(-2)) == (ShardTensor, (7, 3), 1)
+    assert made(x.to_local(), mesh, Partial(), Shard(0)) == (ShardTensor, (7, 3), 1)
+    assert made(rows, mesh["domain"], Shard(0)) == (DTensor, (4, 3), 1)
+    assert made(rows, mesh["domain"], Replicate()) == (DTensor, (2, 3), 0)
+    assert made(rows, mesh["dp"], Shard(0)) == (DTensor, (4, 3), 0)
+    rank = mesh["domain"].get_local_rank()
+    torchs = {"shape": torch.Size((7, 3)), "stride": (3, 1)}
+    assert made(torch.ones((4, 3)[rank], 3), mesh["domain"], Shard(0), **torchs) == (DTensor, (7, 3), 0)
+    with pytest.raises(ValueError, match=r"size . in dim 0, but .* \(7, 3\) has shards of sizes \(4, 3\).*shard_sizes"):
+        made(x.to_local(), mesh["domain"], Shard(0), **torchs)
+    with pytest.raises(UnsupportedSharding, match=r"sizes \{0: \(6, 1\)\}.*leave out grad_placements"):
+        made(x.to_local(), mesh["domain"], Shard(0), grad_placements=[Shard(0)])
+
+
+def test_sizes_of_local_results_are_compared_along_uneven_axes_only():
+    run_distributed(along_one_axis, 4)
+
+
+def in_a_graph():
+    mesh = shared_mesh(2)
+    whole = torch.arange(16.0).view(8, 2)
+    x = shard(whole, mesh, [Shard(0)], {0: (6, 2)})
+    function = torch.compile(lambda t: DTensor.from_local(t.sin(), mesh, [Shard(0)]) + 1, backend="aot_eager")
+    assert torch.equal(function(x.to_local()).full_tensor(), whole.sin() + 1)
+
+
+@pytest.mark.slow
+def test_local_results_in_compiled_functions():
+    run_distributed(in_a_graph, 2)

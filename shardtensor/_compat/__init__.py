@@ -727,6 +727,19 @@ def wrap_functions(classes: frozenset[type], called: Callable[[Any, tuple[Any, .
     replace(f"torch.autograd.function:{owner.__name__}.apply", lambda _: classmethod(apply))
 
 
+def wrap_from_local(call: Callable[..., Any]) -> None:
+    """Have ``call(original, local, mesh, placements, options)`` called in place of ``DTensor.from_local``."""
+
+    def make(original: Callable[..., Any]) -> Any:
+        @wraps(original)
+        def from_local(local_tensor: Any, device_mesh: Any = None, placements: Any = None, **options: Any) -> Any:
+            return call(original, local_tensor, device_mesh, placements, options)
+
+        return staticmethod(from_local)
+
+    replace("torch.distributed.tensor:DTensor.from_local", make)
+
+
 class _Counted(torch.autograd.Function):
     """How many references to a tensor there are while C++ calls ``forward`` with it."""
 

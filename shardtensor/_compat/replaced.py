@@ -134,6 +134,12 @@ REPLACED = (
         "of captured graphs, once there is a process group",
     ),
     Replacement(
+        ("torch.distributed.tensor:DTensor.from_local",),
+        AT_FIRST,
+        "local results of uneven shards get the sizes that these have, in `local_map` and in the styles of torch",
+        _ONE,
+    ),
+    Replacement(
         ("torch._dynamo.trace_rules:get_torch_obj_rule_map",),
         AT_FIRST,
         "torch.compile sees torch's functions in place of those of `torch.func`",

@@ -14,14 +14,16 @@ from itertools import count
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from .._compat import DTensorSpec, TensorMeta, replaced
+from .._compat.c10d import group_along
 from ..context import settings
 from ..errors import refuse
-from .caches import cached
+from .caches import cached, check_world, forgets
 from .geometry import Interval, chunk_sizes, intervals_of
 from .placements import (
     AxisLayout,
@@ -432,7 +434,25 @@ def _known(
     meta: TensorMeta,
     sizes: Sizes,
 ) -> ShardTensorSpec:
+    for m, along in enumerate(sizes):
+        if along is not None and len(set(along)) > 1:
+            uneven_axes.add(_axis(mesh, m))
     return ShardTensorSpec(mesh, placements, meta, sizes)
+
+
+# The ranks of each axis along which a tensor has been sharded unevenly; see [Note: local results].
+uneven_axes: set[tuple[int, ...]] = set()
+forgets(uneven_axes.clear)
+
+
+def is_uneven(mesh: DeviceMesh, mesh_dim: int) -> bool:
+    """Whether a tensor has been sharded unevenly along this axis, of this mesh or of another one."""
+    check_world()
+    return _axis(mesh, mesh_dim) in uneven_axes
+
+
+def _axis(mesh: DeviceMesh, mesh_dim: int) -> tuple[int, ...]:
+    return tuple(dist.get_process_group_ranks(group_along(mesh, mesh_dim)))
 
 
 @cached(maxsize=1024)
