@@ -299,16 +299,19 @@ leave_writes_uncounted: Callable[[bool], None] = partial(
 )
 
 
-def counting_writes(call: Callable[..., Any]) -> Callable[..., Any]:
+def counting_writes(call: Callable[..., Any], counts: bool = True) -> Callable[..., Any]:
     """``call``, which writes to its tensors or returns views of them, so that their version counters show it.
 
     Inside an aten call torch leaves both out: what is written there is not counted, and views have counters of their
     own. Autograd, which has saved such a tensor in a graph of local operators, would not notice that it has changed.
+
+    Args:
+        counts: False: so that they do not, as where torch's kernel writes without counting.
     """
 
     def counted(*args: Any, **kwargs: Any) -> Any:
         uncounted = writes_uncounted()
-        leave_writes_uncounted(False)
+        leave_writes_uncounted(not counts)
         try:
             return call(*args, **kwargs)
         finally:

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 
-from ..._compat import TensorMeta, constant_like
+from ..._compat import TensorMeta, constant_like, counting_writes
 from ..._compat.c10d import group_along
 from ...communication.redistribute import all_gather, all_reduce, redistribute_local
 from ...dispatch.tensor import redistribute_to
@@ -145,6 +145,8 @@ class RunningStatistics:
         # Instance norm keeps the mean over the batch.
         self._batch = None if 0 in geometry.dims else spec.shape[0]
         self._group = group_along(spec.mesh, sharded[0]) if self._batch is not None and 0 in sharded else None
+        # A graph that has saved the buffers goes on after torch's batch norm, and not after its instance norm.
+        self._write = counting_writes(Tensor.lerp_, counts=self._batch is not None)
         self._channels = None
         if 1 in sharded:
             m = sharded[1]
@@ -167,7 +169,7 @@ class RunningStatistics:
             values = self._of_all_channels(torch.stack(list(values)))
         for buffer, value in zip(buffers, values, strict=False):
             if buffer is not None:
-                buffer.lerp_(value if buffer.dtype == value.dtype else value.to(buffer.dtype), self.momentum)
+                self._write(buffer, value if buffer.dtype == value.dtype else value.to(buffer.dtype), self.momentum)
 
     def _of_all_channels(self, new: Tensor) -> Sequence[Tensor]:
         """Mean and variance of each channel of the global tensor, from those of this shard's samples and channels."""

@@ -172,3 +172,52 @@ def test_messages_where_the_batch_is_sharded_too():
             "batch": ({"all_gather": 2}, one_per_mesh_dim),
             "instance": ({"all_gather": 1}, one_per_mesh_dim),
         }
+
+
+def counted_writes():
+    """How often each norm's parameters and buffers count as written to: on shards, and on one device."""
+    torch.manual_seed(0)
+    image = torch.randn(8, 4, 7, 3, dtype=torch.float64)
+    found = {}
+    for name, make in {
+        "batch": lambda: torch.nn.BatchNorm2d(4),
+        "evaluation": lambda: torch.nn.BatchNorm2d(4).eval(),
+        "average": lambda: torch.nn.BatchNorm2d(4, momentum=None),
+        "instance": lambda: torch.nn.InstanceNorm2d(4, affine=True, track_running_stats=True),
+    }.items():
+        for placement, sizes in ((Shard(2), (5, 2)), (Shard(0), (8, 0)), (Shard(1), (1, 3)), (Replicate(), None)):
+            module, plain = make().double(), make().double()
+            before = [t._version for t in module.state_dict(keep_vars=True).values()]
+            module(shard(image.clone(), shared_mesh(2), [placement], sizes and {0: sizes}))
+            plain(image)
+            found[name, placement] = [
+                [t._version - n for t, n in zip(m.state_dict(keep_vars=True).values(), before, strict=True)]
+                for m in (module, plain)
+            ]
+    return found
+
+
+def test_statistics_count_as_written_to_where_they_do_on_one_device():
+    for ours, torchs in run_distributed(counted_writes, 2)[0].values():
+        assert ours == torchs
+
+
+class AlsoOnAWhole(torch.nn.Module):
+    """Its batch norm is called with a plain tensor as well, whose graph keeps the running statistics."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = torch.nn.BatchNorm2d(4).double()
+
+    def forward(self, x):
+        whole = torch.linspace(-1, 1, 48, dtype=x.dtype).view(2, 4, 2, 3).sin()
+        return self.norm(whole).square().mean() + self.norm(x).exp().mean() + self.norm(whole).exp().mean()
+
+
+def on_shards_and_on_wholes():
+    image = torch.randn(2, 4, 7, 3, dtype=torch.float64)
+    assert_matches_unsharded(AlsoOnAWhole(), image, mesh_shape=2, placements=[Shard(2)], shard_sizes={0: (5, 2)})
+
+
+def test_one_module_on_shards_and_on_wholes():
+    run_distributed(on_shards_and_on_wholes, 2)
