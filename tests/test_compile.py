@@ -539,6 +539,34 @@ def check_two_dims():
         )
 
 
+class Average(nn.Module):
+    """A buffer that every rank writes the same to."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(4, 4).double()
+        self.register_buffer("mean", torch.ones(4, dtype=DOUBLE))
+
+    def forward(self, x):
+        y = self.inner(x)
+        with torch.no_grad():
+            self.mean.mul_(0.9).add_(y.mean(0), alpha=0.1)
+        return y - self.mean
+
+
+def averages():
+    module = Average()
+    plain, function, x = copy.deepcopy(module), compiled(module), whole(16, 4)
+    for _ in range(2):
+        torch.testing.assert_close(function(rows(x, UNEVEN, 0)).full_tensor(), plain(x), rtol=1e-10, atol=0)
+    assert type(module.mean) is torch.Tensor and graphs() == 1
+    torch.testing.assert_close(module.mean, plain.mean, rtol=1e-10, atol=0)
+
+
+def test_buffers_stay_plain():
+    run_distributed(averages, 2)
+
+
 @pytest.mark.slow
 def test_meshes_of_two_dims():
     run_distributed(check_two_dims, 4, timeout=500)

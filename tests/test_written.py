@@ -327,6 +327,100 @@ def test_statistics_are_written_to_parameters(requires_grad):
     assert all(run_distributed(statistics, 2, requires_grad))
 
 
+class Averages(torch.nn.Module):
+    """Statistics that a module keeps in buffers, by every way of writing to one."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(4).double())
+        self.register_buffer("square", torch.ones(4).double())
+        self.register_buffer("largest", torch.zeros(4).double())
+        self.register_buffer("queue", torch.zeros(3, 4).double())
+        self.register_buffer("codebook", torch.linspace(-1, 1, 12).double().view(3, 4))
+        self.register_buffer("sizes", torch.ones(3).double())
+        self.register_buffer("counts", torch.zeros(3).double())
+        self.register_buffer("steps", torch.zeros((), dtype=torch.long))
+
+    @torch.no_grad()
+    def update(self, x):
+        self.mean.mul_(0.9).add_(x.mean(0), alpha=0.1)
+        self.square.lerp_(x.square().mean(0), 0.1)
+        torch.maximum(self.largest, x.amax(0), out=self.largest)
+        self.queue[self.steps % 3] = x[5]
+        self.queue[1, 2:] *= x.sum()
+        codes = torch.cdist(x, self.codebook).argmin(1)
+        one_hot = F.one_hot(codes, 3).to(x.dtype)
+        torch._foreach_mul_([self.sizes, self.codebook], 0.9)
+        torch._foreach_add_([self.sizes, self.codebook], [one_hot.sum(0), one_hot.t() @ x], alpha=0.1)
+        self.codebook.data.copy_(self.codebook / self.sizes[:, None])
+        self.counts += torch.bincount(codes, minlength=3)
+        self.steps += (x > 9).any() + 1
+
+    def forward(self, x):
+        self.update(x)
+        return (x - self.mean) / self.square.sqrt() + self.codebook.sum(0) * self.counts[0]
+
+
+def buffers(sizes):
+    module, plain = Averages(), Averages()
+    objects = dict(module.named_buffers())
+    for step in range(3):
+        v = whole() * (step + 1)
+        y = module(shard(v.clone(), shared_mesh(len(sizes)), [Shard(0)], {0: sizes}))
+        torch.testing.assert_close(y.full_tensor(), plain(v), rtol=1e-10, atol=1e-14)
+    for name, buffer in module.named_buffers():
+        assert type(buffer) is torch.Tensor and buffer is objects[name], name
+        torch.testing.assert_close(buffer, plain.get_buffer(name), rtol=1e-10, atol=1e-14)
+    assert type(module(whole())) is torch.Tensor
+    with count_communication() as counted:
+        module.mean.add_(cut(whole()).mean(0) if len(sizes) == 2 else 0.0)
+    return dict(counted.collectives)
+
+
+def test_buffers_stay_plain_where_every_rank_writes_the_same():
+    assert run_distributed(buffers, 2, (5, 2)) == [{"all_reduce": 1}] * 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sizes", [(0, 7), (4, 0, 3)])
+def test_buffers_stay_plain_with_empty_shards(sizes):
+    run_distributed(buffers, len(sizes), sizes)
+
+
+def moving_averages(x):
+    """Written values are differentiated through what stays plain."""
+    state = torch.ones(4, dtype=x.dtype)
+    for rows in x.split(3):
+        state.mul_(rows.amax()).add_(rows.mean(0), alpha=0.5)
+        state[1] = 2 * state[0] + rows[0, 2]
+        torch._foreach_mul_([state], [rows.sum(0)])
+    assert type(state) is torch.Tensor
+    return state, (x * state).sum(1)
+
+
+class Scaled(torch.nn.Module):
+    """Plain parameters are in the graph of what is written to."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.linspace(1, 2, 4).double())
+
+    def forward(self, x):
+        state = self.weight * 3
+        state += x.mean(0)
+        state.mul_(x.std(0))
+        return x * state
+
+
+def compare_states():
+    for program in (moving_averages, Scaled()):
+        assert_matches_unsharded(program, whole(), mesh_shape=2, placements=[Shard(0)], shard_sizes={0: (5, 2)})
+
+
+def test_gradients_through_what_stays_plain():
+    run_distributed(compare_states, 2)
+
+
 def fail(case):
     x = cut(whole())
     if case == "plain":

@@ -83,6 +83,7 @@ __all__ = [
     "SUPPORTED_NODES",
     "DTensorSpec",
     "FakeTensor",
+    "FunctionalTensor",
     "KeyEntry",
     "PyTree",
     "TensorMeta",

@@ -46,7 +46,7 @@ from .plain_tensors import explain, local_size_error, writes
 from .planning import SCALARS
 from .registry import FUNCTIONS, Refusal, register
 from .torch_functions import call_registered
-from .written import MAY_BE_WRITTEN, WrittenTensor, call_on_sharded, write_to_plain
+from .written import LISTS, MAY_BE_WRITTEN, WrittenTensor, call_on_sharded, write_to_plain
 
 __all__ = [
     "ShardTensor",
@@ -267,7 +267,7 @@ class ShardTensor(DTensor):
                 result = levels.carried_out(func, args, kwargs)
                 if result is not NotImplemented:
                     return result
-            if args and type(args[0]) in MAY_BE_WRITTEN and writes(func):
+            if args and type(args[0]) in _TARGETS and writes(func):
                 result = write_to_plain(func, args, kwargs)
                 if result is not NotImplemented:
                     return result
@@ -379,6 +379,8 @@ claim_dispatch(WrittenTensor)
 
 # What a call may have besides tensors to promote.
 _AS_THEY_ARE = SCALARS | {ShardTensor}
+# What it may write to besides ShardTensors.
+_TARGETS = MAY_BE_WRITTEN | LISTS
 
 
 # -- leaves -----------------------------------------------------------------------------------------------

@@ -1,8 +1,10 @@
 """Plain tensors that a network makes and writes sharded values to: ``out = torch.zeros(8, 4); out[:, :2] = x``.
 
 [Note: written tensors] Nobody sees how such a tensor is made, and most that are made so stay plain: positions, masks,
-counters. So nothing happens before a sharded value is written to one. Then it becomes a ShardTensor, replicated and
-with an open layout, to which the value is written ([Note: open layouts]); as a plain tensor it counted as that before.
+counters. So nothing happens before a sharded value is written to one: a value without sharded dims, such as a mean, is
+reduced and written by each rank, and buffers with running averages stay plain. Then it becomes a ShardTensor, which is
+replicated and has an open layout, and the value is written to that ([Note: open layouts]); as a plain tensor it counted
+as replicated before. It stays plain where the layout stays open: where a sharded index says nothing of the rows.
 
 The object stays, since the program holds it. It cannot get the class ShardTensor, which has slots; it becomes a
 :class:`WrittenTensor`, which has no memory of its own, and gives each call to the ShardTensor that it represents.
@@ -33,6 +35,7 @@ from .._compat import (
     AutogradFunction,
     DisableTorchFunction,
     FakeTensor,
+    FunctionalTensor,
     breaking_graph,
     called_with,
     exchange_memory,
@@ -43,7 +46,7 @@ from .._compat import (
     whole_of,
 )
 from ..errors import refuse
-from .conversions import is_shard_tensor, promote, redistribute_to
+from .conversions import is_shard_tensor, promote, redistribute_to, to_part
 from .open_layouts import Take, leave_open
 from .plain_tensors import writes
 from .planning import converted, flat
@@ -53,7 +56,8 @@ if TYPE_CHECKING:
 
 # Classes of plain tensors, but for parameters; previews have tensors without data.
 PLAIN = frozenset({Tensor, FakeTensor})
-MAY_BE_WRITTEN = PLAIN | {torch.nn.Parameter}
+MAY_BE_WRITTEN = PLAIN | {torch.nn.Parameter, FunctionalTensor}
+LISTS = frozenset({list, tuple})
 
 _Family: TypeAlias = "WeakValueDictionary[int, WrittenTensor]"
 _History: TypeAlias = "tuple[Any, bool]"  # grad_fn and requires_grad
@@ -190,13 +194,19 @@ def _take_history(written: WrittenTensor) -> None:
 
 
 def write_to_plain(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """An in-place function whose first argument is plain, and becomes a written tensor.
+    """An in-place function whose first argument is plain, or a list of plain tensors.
 
-    NotImplemented where it cannot, or where nothing that is sharded is written.
+    NotImplemented where a sharded value is written to what cannot become a written tensor.
     """
     written: Any = args[0]
+    is_list = isinstance(written, (list, tuple))
+    if is_list and not all(type(t) in MAY_BE_WRITTEN for t in written):
+        return NotImplemented
     operands = [a for a in flat(args, kwargs) if is_shard_tensor(a)]
-    if tracing() or all(a._spec.is_replicate() for a in operands):
+    if not any(a._spec.sharded_dims() for a in operands):  # every rank writes the same to its own, which stays plain
+        given = converted(lambda a: _of_every_rank(a) if is_shard_tensor(a) else a, args, kwargs)
+        return func(*given[0], **given[1])
+    if is_list or tracing():
         return NotImplemented
     mesh = operands[0]._spec.mesh
     if written.layout is not torch.strided or written.device.type != mesh.device_type:
@@ -206,11 +216,7 @@ def write_to_plain(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[s
         gc.collect()
         held = _whole_and_views(written)
     if held is None:
-        if any(a._spec.sharded_dims() for a in operands):
-            return NotImplemented
-        # It stays plain, and a sum is written to it by all ranks: statistics to a parameter, for example.
-        given = converted(lambda a: redistribute_to(a, a._spec.replicated()) if is_shard_tensor(a) else a, args, kwargs)
-        return func(*given[0], **given[1])
+        return NotImplemented
     whole, views = held
     with torch.enable_grad():
         sharded = promote(whole, mesh)
@@ -219,6 +225,8 @@ def write_to_plain(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[s
     pairs += [(view, _taken_anew(view, take, sharded)) for view, take in views]
     target = next(new for plain, new in pairs if plain is written)
     result = func(target, *args[1:], **kwargs)  # where it is refused, the tensors stay what they are
+    if sharded._spec.is_replicate() and not target.requires_grad:  # a sum over an index: it has the values already
+        return written if result is target else result
     family: _Family = WeakValueDictionary()
     for plain, new in pairs:
         exchange_memory(plain, _Standing.apply(new))
@@ -227,6 +235,12 @@ def write_to_plain(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[s
     if called_with(whole):  # C++ goes on with what was the argument
         warnings.filterwarnings("ignore", r"ctx\.mark_dirty\(\) received a tensor that was not an input")
     return written if result is target else result
+
+
+def _of_every_rank(tensor: ShardTensor) -> Tensor:
+    """What a tensor without sharded dims holds, reduced where it is Partial."""
+    whole = redistribute_to(tensor, tensor._spec.replicated())
+    return to_part(whole, whole._spec)
 
 
 def _whole_and_views(written: Any) -> tuple[Any, list[tuple[Any, Take]]] | None:
