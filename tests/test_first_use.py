@@ -12,7 +12,7 @@ from seeded import seeded
 from torch import nn
 from torch.distributed.tensor import Replicate, Shard
 
-from shardtensor import ShardTensor
+from shardtensor import RanksDiffer, ShardTensor
 from shardtensor.dispatch import planning
 from shardtensor.layout.caches import forget
 from shardtensor.ranks.history import fingerprint
@@ -134,6 +134,25 @@ def one_of_a_mesh(odd):
 def test_all_ranks_of_a_mesh_of_two_dims_are_compared(odd):
     for error in run_expecting_errors(one_of_a_mesh, 4, odd):
         assert "plain tensors differ" in str(error)
+
+
+def on_a_part_first(make):
+    """Noise for each member of an ensemble is equal on the domain of each, and not on all of the mesh."""
+    mesh = shared_mesh((2, 2), ("ens", "domain"))
+    domain = mesh["domain"]
+    forget()
+    own = make(torch.full((8,), float(mesh.get_coordinate()[0])))
+    data = torch.randn(4, 8)
+    for _ in range(2):
+        (shard(data.clone(), domain, [Shard(1)]) * own).full_tensor()
+    (shard(data.clone(), mesh, [Replicate(), Shard(1)]) * own).full_tensor()
+
+
+@pytest.mark.parametrize("make", [torch.Tensor.clone, nn.Parameter])
+def test_what_was_used_on_a_part_of_a_mesh_is_compared_on_all_of_it(make):
+    for error in run_expecting_errors(on_a_part_first, 4, make):
+        with pytest.raises(RanksDiffer, match="plain (tensors|parameters?) differ"):
+            raise error
 
 
 # -- what is left alone ------------------------------------------------------------------------------------------------

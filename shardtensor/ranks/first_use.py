@@ -4,8 +4,9 @@ What an operator computes with a plain tensor is right only if all ranks hold th
 not. So a digest of each is noted when it is used first, and compared with the next number that the ranks read, see
 [Note: values] in history.py.
 
-[Note: first uses] The first use of a parameter is that of the object. Of other tensors there may be a new one in each
-call, so they are looked at in the first runs of a plan only, and cost later ones nothing. Nothing waits for the device
+[Note: first uses] The first use of a parameter is that of the object, on each mesh that spans other ranks: what is equal
+on a part of a mesh may differ on all of it. Of other tensors there may be a new one in each call, so they are looked at
+in the first runs of a plan only, and cost later ones nothing. Nothing waits for the device
 until digests are compared. What is traced or captured is left out, as its values cannot be read.
 ``SHARDTENSOR_CHECK_PARAMETERS=0``, on all ranks, switches it off.
 """
@@ -17,7 +18,7 @@ import weakref
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -35,7 +36,9 @@ from .summaries import summary, tolerance_of
 CALLS = 3  # how often something is looked at that may be another tensor each time
 
 # The tensors that have been used, with what was noted of them; by id, as tensors cannot be compared as keys.
-_used: dict[int, tuple[weakref.ref[Tensor], Tensor]] = {}
+_Used: TypeAlias = "dict[int, tuple[weakref.ref[Tensor], Tensor]]"
+_used: dict[tuple[str, ...], _Used] = {}  # by the names of the groups in which they were
+forgets(_used.clear)
 wanted = os.environ.get("SHARDTENSOR_CHECK_PARAMETERS", "1") not in ("", "0")
 
 
@@ -48,11 +51,11 @@ class PlainOperands:
         parameters: whether there are parameters among them.
     """
 
-    __slots__ = ("_left", "_mesh", "_name", "_parameters", "places")
+    __slots__ = ("_left", "_mesh", "_name", "_parameters", "_used", "places")
 
     def __init__(self, name: str, mesh: DeviceMesh, places: Sequence[Any], parameters: bool) -> None:
         self._name, self._mesh, self.places, self._parameters = name, mesh, tuple(places), parameters
-        self._left = CALLS
+        self._left, self._used = CALLS, _used_on(mesh)
 
     @staticmethod
     def among(name: str, mesh: DeviceMesh, tensors: Iterable[tuple[Any, Tensor]]) -> PlainOperands | None:
@@ -65,7 +68,7 @@ class PlainOperands:
     def note(self, tensors: Sequence[Tensor] | Mapping[Any, Tensor]) -> bool:
         """Note those that have not been used before; whether this was the last run in which to look."""
         for place in self.places:
-            if id(tensors[place]) not in _used:
+            if id(tensors[place]) not in self._used:
                 self._note(tensors[place])
         if not self._left:
             return False
@@ -79,8 +82,17 @@ class PlainOperands:
         what = f"the plain {'parameter' if is_parameter else 'tensor'} of {self._name}"
         held = note_copies(what, t, self._mesh, range(self._mesh.ndim), exactly=is_parameter)
         if held is not None:
-            key = id(t)
-            _used[key] = weakref.ref(t, lambda _: _used.pop(key, None)), held
+            key, used = id(t), self._used
+            used[key] = weakref.ref(t, lambda _: used.pop(key, None)), held
+
+
+@lru_cache(256)
+def _used_on(mesh: DeviceMesh) -> _Used:
+    names = (group_along(mesh, m).group_name for m in range(mesh.ndim) if mesh.size(m) > 1)
+    return _used.setdefault(tuple(names), {})
+
+
+forgets(_used_on.cache_clear)
 
 
 @hidden_from_program()
@@ -106,7 +118,7 @@ def note_copies(
 
 def note_operand(name: str, t: Tensor, mesh: DeviceMesh) -> None:
     """Note a plain tensor that meets ShardTensors in a call without a plan, which would tell its first uses."""
-    if id(t) in _used or not wanted or mesh.size() == 1:
+    if not wanted or mesh.size() == 1 or id(t) in _used_on(mesh):
         return  # the usual case
     _without_plan(name, t.shape, t.dtype, mesh).note((t,))
 
@@ -122,5 +134,6 @@ forgets(_without_plan.cache_clear)
 def forget_operands(tensors: Iterable[Any]) -> None:
     """Forget what was noted of the operands of a call that has failed on all ranks: no result depends on them."""
     for key in map(id, tensors):
-        if key in _used:
-            forget_values(_used.pop(key)[1])
+        for used in _used.values():
+            if key in used:
+                forget_values(used.pop(key)[1])
