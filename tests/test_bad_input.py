@@ -365,7 +365,9 @@ def test_after_all_these_errors_the_ranks_still_agree():
 
 def resized_in_place():
     x = ShardTensor.from_local(torch.ones(4, 2), shared_mesh(2), [Shard(0)], shard_sizes={0: (4, 4)})
-    x.to_local().resize_(2, 2)
+    x.to_local().resize_(2, 2)  # another tensor with the same memory, as detach() returns
+    assert (x + 1).to_local().shape == (4, 2)
+    x._local_tensor.resize_(2, 2)
     return x + 1
 
 

@@ -151,7 +151,7 @@ def on_a_part_first(make):
 @pytest.mark.parametrize("make", [torch.Tensor.clone, nn.Parameter])
 def test_what_was_used_on_a_part_of_a_mesh_is_compared_on_all_of_it(make):
     for error in run_expecting_errors(on_a_part_first, 4, make):
-        with pytest.raises(RanksDiffer, match="plain (tensors|parameters?) differ"):
+        with pytest.raises(RanksDiffer, match="plain tensors differ"):
             raise error
 
 

@@ -182,6 +182,101 @@ def test_gathered_results_are_written_back():
     run_distributed(gathered, 2)
 
 
+# -- replicated tensors that take the layout of what is written to them ------------------------------------------------
+
+
+def sum_of(a, x):
+    a = F.linear(a, 2 * torch.eye(4, dtype=a.dtype))
+    same = a
+    a += x
+    return same, F.layer_norm(a, (4,))
+
+
+def changed_twice(a, x):
+    a = a + 1
+    a *= x
+    return a.sub_(x, alpha=2).lerp_(x.exp(), 0.3)
+
+
+def of_other_names(a, x):
+    a = a.abs() + 1
+    a **= x
+    return a
+
+
+def copied_into(a, x):
+    a, b, flags = a * 2, a * 3, a > 0
+    a.copy_(x)
+    b[x > 0] = 0.0
+    flags &= x > 0
+    return a, b, flags * x
+
+
+def through_views(a, x):
+    a, b = a * 2, a * 3
+    a[:, 1:3] += x[:, :2]
+    a[:, 3] = x[:, 0]
+    columns = b[:, 1:]
+    columns.mul_(x[:, :3]).add_(1)
+    return a, b, columns
+
+
+def of_a_view(a, x):
+    a = (a * 2).view(7, 2, 2)
+    a += x.view(7, 2, 2)
+    return a
+
+
+def turned(a, x):
+    a = (a * 2).t()
+    a += x.t()
+    return a
+
+
+def in_lists(a, x):
+    a, b = a * 2, a * 3
+    torch._foreach_addcmul_([a, b], [x, x], [x.sin(), x])
+    return a, b
+
+
+def compare_replicated(sizes):
+    for program in (sum_of, changed_twice, of_other_names, copied_into, through_views, of_a_view, turned, in_lists):
+        assert_matches_unsharded(
+            program,
+            *(whole() + 1, whole()),
+            mesh_shape=len(sizes),
+            placements=[[Replicate()], [Shard(0)]],
+            shard_sizes=[None, {0: sizes}],
+        )
+    mesh = shared_mesh(len(sizes))
+    a, x = shard(whole(), mesh, [Replicate()]), shard(whole(), mesh, [Shard(0)], {0: sizes})
+    with count_communication() as counted:
+        a += x
+    assert a.shard_sizes == {0: sizes} and not counted.collectives and not counted.messages
+
+
+def test_a_replicated_tensor_takes_the_layout_of_what_is_written():
+    run_distributed(compare_replicated, 2, (5, 2))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sizes", [(0, 7), (4, 0, 3)])
+def test_a_replicated_tensor_takes_the_layout_of_empty_shards(sizes):
+    run_distributed(compare_replicated, len(sizes), sizes)
+
+
+def replicated_on_one_axis():
+    mesh = shared_mesh((2, 2))
+    a = shard(whole(), mesh, [Shard(0), Replicate()], {0: (5, 2)})
+    a += shard(whole(), mesh, [Shard(0), Shard(1)], {0: (5, 2), 1: (1, 3)})
+    assert a.shard_sizes == {0: (5, 2), 1: (1, 3)} and torch.equal(a.full_tensor(), whole() * 2)
+
+
+@pytest.mark.slow
+def test_a_tensor_that_is_replicated_on_one_axis():
+    run_distributed(replicated_on_one_axis, 4)
+
+
 # -- plain tensors that become ShardTensors, see [Note: written tensors] -----------------------------------------------
 
 
@@ -428,7 +523,18 @@ def fail(case):
     elif case == "shape":
         torch.add(x, 1, out=cut(torch.zeros(7), (5, 2)))
     elif case == "replicated":
-        torch.add(x, 1, out=cut(torch.zeros(7, 4), placement=Replicate()))
+        out = cut(torch.zeros(7, 4), placement=Replicate())
+        held = out.to_local()
+        torch.add(x, 1, out=out)
+        held.zero_()
+    elif case == "other view":
+        value = cut(torch.zeros(7, 4), placement=Replicate())
+        rows, columns = value[2:], value[:, 1:]
+        columns *= x[:, 1:]
+        rows.zero_()
+    elif case == "leaf":
+        with torch.no_grad():
+            cut(torch.zeros(7, 4), placement=Replicate(), requires_grad=True).add_(x)
     elif case == "dtype":
         torch.add(x, 1, out=cut(torch.zeros(7, 4, dtype=torch.int64)))
     elif case == "data":
@@ -447,7 +553,9 @@ def fail(case):
     [
         ("plain", UnsupportedSharding, r"copy_.*a ShardTensor cannot be written into a plain tensor.*Remedy"),
         ("shape", UnsupportedSharding, r"add: out= has shape \(7,\), but the result \(7, 4\).*Remedy"),
-        ("replicated", UnsupportedSharding, r"copy_.*would have to be gathered.*\[5, 2\].*Remedy"),
+        ("replicated", UnsupportedSharding, r"copy_.*would have to be gathered.*\[5, 2\].*Remedy.*local tensor"),
+        ("other view", UnsupportedSharding, r"mul_.*would have to be gathered.*\[5, 2\].*Remedy.*no other view"),
+        ("leaf", UnsupportedSharding, r"add_.*would have to be gathered.*\[5, 2\].*no leaf that requires grad"),
         ("data", UnsupportedSharding, r"data: .*shape \(7, 4\) is assigned data of shape \(7,\).*Remedy"),
         ("dtype", RuntimeError, "can't be cast to the desired output type"),
         ("gradient", RuntimeError, "don't support automatic differentiation"),

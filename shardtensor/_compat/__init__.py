@@ -662,11 +662,26 @@ exchange_memory: Callable[[torch.Tensor, torch.Tensor], None] = torch._C._swap_t
 
 
 def _references_to_base(view: torch.Tensor) -> int:
-    base = view._base
+    with DisableTorchFunction():
+        base = view._base
     return sys.getrefcount(base)
 
 
 _WITHOUT_PROGRAM = _references_to_base(torch.empty(1).view(1))
+
+
+def is_base_held(view: torch.Tensor) -> bool:
+    """Whether a program holds the tensor that this one is a view of, and not only the view."""
+    return _references_to_base(view) > _WITHOUT_PROGRAM
+
+
+def count_with_memory_of(tensor: torch.Tensor) -> int | None:
+    """How many tensors have this one's memory; None where something else may have it, too."""
+    storage = tensor.untyped_storage()
+    # Of memory on a GPU torch always says that it is shared. What comes from another process cannot be resized there.
+    if not storage.resizable() or (storage.device.type == "cpu" and storage.is_shared()):
+        return None
+    return torch._C._storage_Use_Count(storage._cdata) - 1  # without the object of the storage
 
 
 def tensors_with_memory_of(tensor: torch.Tensor, classes: Collection[type]) -> list[torch.Tensor] | None:
@@ -674,13 +689,11 @@ def tensors_with_memory_of(tensor: torch.Tensor, classes: Collection[type]) -> l
 
     If a program holds only this one, and not the tensor that it is a view of, the latter does not count.
     """
-    storage = tensor.untyped_storage()
-    count = torch._C._storage_Use_Count(storage._cdata) - 1  # without the object of the storage
-    # Of memory on a GPU torch always says that it is shared. What comes from another process cannot be resized there.
-    if not storage.resizable() or (storage.device.type == "cpu" and storage.is_shared()):
+    count = count_with_memory_of(tensor)
+    if count is None:
         return None
     found = {id(tensor): tensor}
-    if tensor._base is not None and (count != 2 or _references_to_base(tensor) > _WITHOUT_PROGRAM):
+    if tensor._base is not None and (count != 2 or is_base_held(tensor)):
         found[id(tensor._base)] = tensor._base
     elif tensor._base is not None:
         count -= 1

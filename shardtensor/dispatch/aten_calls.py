@@ -40,7 +40,17 @@ from .conversions import wrap
 from .copies import Back, Moved, check_written, note_copies, note_write, represents_view
 from .found import INDICES, note_views, raise_versions
 from .gathering import STRIDED, gathered
-from .open_layouts import REDUCES_BY_INDEX, decide, decide_by_index, fill, is_open, leave_open, note_open_views
+from .open_layouts import (
+    REDUCES_BY_INDEX,
+    decide,
+    decide_anew,
+    decide_by_index,
+    fill,
+    is_open,
+    items_of,
+    leave_open,
+    note_open_views,
+)
 from .planning import (
     AtenCall,
     AtenPlan,
@@ -102,7 +112,12 @@ def run(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any], *, moves:
     if kwargs:
         local_args, local_kwargs = given[: len(args)], dict(zip(kwargs, given[len(args) :], strict=True))
     if plan is None:
-        made = _planned(func, args, kwargs, key, tensors)
+        try:
+            made = _planned(func, args, kwargs, key, tensors)
+        except UnsupportedSharding:
+            if not is_inplace(func) or not decide_anew(func, args, kwargs):
+                raise
+            return run(func, args, kwargs)
         if isinstance(made, _Done):
             return made.value
         plan = made
@@ -174,9 +189,8 @@ def _written_one_by_one(func: OpOverload, args: Sequence[Any], kwargs: dict[str,
     one_by_one = len(tensors) > 1 and (copied or len(wholes) < len(tensors))
     if one_by_one:
         _check_written(func, args)
-    for i, t in enumerate(tensors):
+    for t, item in zip(tensors, items_of(args), strict=True):
         if one_by_one or is_open(t):
-            item = [[a[i]] if isinstance(a, list) and a else a for a in args]
             if one_by_one:
                 run(func, item, kwargs)
             else:

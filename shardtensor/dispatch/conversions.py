@@ -63,7 +63,7 @@ def wrap(local: Tensor, spec: ShardTensorSpec) -> ShardTensor:
     if local.shape != spec.own_shape:
         raise RuntimeError(
             f"the local tensor has shape {tuple(local.shape)} instead of {tuple(spec.own_shape)}, for {spec} at "
-            f"{spec.coordinate}. If it was resized or exchanged in place (to_local().resize_(), set_()), make a new "
+            f"{spec.coordinate}. If it was resized or exchanged in place (_local_tensor.resize_(), set_()), make a new "
             "ShardTensor with from_local instead; otherwise please report it"
         )
     if local._is_zerotensor():  # below __torch_dispatch__ kernels would read the memory that it lacks

@@ -1,5 +1,7 @@
 """Tensors whose layout is open until a sharded value is written to them: ``x.new_zeros``, and written tensors.
 
+A replicated tensor takes the layout of a sharded value, too, if it cannot be written otherwise: see ``decide_anew``.
+
 [Note: open layouts] Such a tensor is replicated, and is marked as open. Where the first sharded value is written to it,
 it takes that value's sizes before the write: each rank keeps its slice, nothing is sent, and the tensor is an ordinary
 sharded one from then on. The value may be written to a view of it; what the view sees of the tensor is told by strides
@@ -21,6 +23,7 @@ where they overlap. Otherwise the rows stay replicated, and the ranks' contribut
 
 from __future__ import annotations
 
+import gc
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -29,7 +32,16 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import Replicate, Shard
 
-from .._compat import OpOverload, TensorMeta, is_traced, tree_leaves
+from .._compat import (
+    OpOverload,
+    TensorMeta,
+    count_with_memory_of,
+    is_base_held,
+    is_traced,
+    tracing,
+    tree_leaves,
+    whole_of,
+)
 from .._compat.c10d import group_along
 from ..communication.redistribute import all_gather, redistribute_local
 from ..communication.rows import RowHalo, each_once
@@ -111,6 +123,91 @@ def note_open_views(out: Any, first: Any, take: Callable[[Tensor], Any]) -> None
         root._open.views.append((weakref.ref(view), again))
 
 
+# -- replicated tensors -----------------------------------------------------------------------------------------------
+
+
+def items_of(args: Sequence[Any]) -> Iterator[list[Any]]:
+    """The arguments of an operator on lists for each item of the first one: lists of one item."""
+    return ([[a[i]] if isinstance(a, list) and a else a for a in args] for i in range(len(args[0])))
+
+
+def decide_anew(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    """Lay out a replicated tensor that is refused as the target of a sharded value: whether it has another layout now.
+
+    It has not where something else has its memory, which would not see the write: another view, a local tensor that
+    the program holds, or a graph. All ranks of a program that does the same on all have the same, once what waits for
+    being collected is. A leaf that requires grad keeps the layout that its gradient will have.
+    """
+    written = args[0]
+    if type(written) is list:
+        if len(written) != 1:
+            return any([decide_anew(func, item, kwargs) for item in items_of(args)])
+        written = written[0]
+    if not hasattr(written, "_open") or tracing():
+        return False
+    if not _open_alone(written):
+        gc.collect()
+        if not _open_alone(written):
+            return False
+    decide(func, args, kwargs)
+    if unchanged := is_open(written):
+        close(_root(written)[0])
+    return not unchanged
+
+
+def _open_alone(written: Any) -> bool:
+    """Mark a tensor as open, with the one that it is a view of, if no other has their memory."""
+    held = is_base_held(written)
+    root: Any = whole_of(written)
+    is_view = root is not written
+    if root._viewed is not None or root._spec.partial_mesh_dims() or (root.requires_grad and root.is_leaf):
+        return False
+    if count_with_memory_of(written._local_tensor) != 1 + is_view:
+        return False
+    if not (is_view and held):
+        leave_open(written)
+        return True
+    if not root._spec.is_replicate():
+        return False
+    take = taken_by_index(root._local_tensor, written._local_tensor)
+    if take is None:
+        return False
+    leave_open(root)
+    written._open = _Opening(root, take)
+    root._open.views.append((weakref.ref(written), take))
+    return True
+
+
+def taken_by_index(whole: Tensor, view: Tensor) -> Take | None:
+    """How a view is taken of a tensor by an index and an order of dims; None if it is another kind of view."""
+    rest, strides = int(view.storage_offset() - whole.storage_offset()), whole.stride()
+    index, kept = [slice(None)] * whole.ndim, []
+    dims = [k for k in range(view.ndim) if view.shape[k] > 1]
+    for d in sorted(range(whole.ndim), key=lambda d: -strides[d]):
+        n, stride = whole.shape[d], max(1, strides[d])
+        start, rest = divmod(rest, stride) if n > 1 else (0, rest)
+        steps = {k: view.stride(k) // stride for k in dims if k not in kept and view.stride(k) % stride == 0}
+        k = next((k for k, s in steps.items() if s > 0 and start + (view.shape[k] - 1) * s < n), None)
+        length, step = (1, 1) if k is None else (view.shape[k], steps[k])
+        index[d] = slice(start, start + (length - 1) * step + 1, step)
+        kept += [] if k is None else [k]
+    order = sorted((d for d in range(whole.ndim) if index[d].stop - index[d].start > 1), key=lambda d: -strides[d])
+
+    def take(t: Any) -> Any:
+        part = t[tuple(index[d] if d in order else index[d].start for d in range(t.ndim))]
+        held = sorted(order)
+        part = part.permute([held.index(order[kept.index(k)]) for k in dims])
+        for k in range(view.ndim):
+            part = part if view.shape[k] > 1 else part.unsqueeze(k)
+        return part
+
+    if len(kept) != len(dims) or 0 in view.shape:
+        return None
+    found = take(whole.detach())
+    same = found.shape == view.shape and found.storage_offset() == view.storage_offset()
+    return take if same and all(found.stride(k) == view.stride(k) for k in dims) else None
+
+
 # -- the first sharded value ------------------------------------------------------------------------------------------
 
 
@@ -123,8 +220,10 @@ def decide(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Non
     axes = dict(_axes(func, args, kwargs, tensors))
     root, _ = _root(written)
     found: dict[int, AxisLayout] = {}
-    taken: set[int] = set()
+    taken = set(root._spec.sharded_dims())
     for m, (dim, sizes) in axes.items():
+        if not isinstance(root._spec.placements[m], Replicate):
+            continue  # of a tensor that is sharded on another mesh dim
         axis = (dim, sizes) if written is root else _seen_through(written, root, dim, sizes)
         if axis is not None and axis[0] not in taken:  # two dims of a view may be parts of one
             taken.add(axis[0])

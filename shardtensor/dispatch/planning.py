@@ -371,10 +371,17 @@ def returns_view(func: OpOverload) -> bool:
 def returning(func: OpOverload) -> OpOverload | None:
     """The operator that returns what the in-place operator ``func`` writes, if there is one."""
     namespace, name = func._schema.name.split("::")
-    if not is_inplace(func) or not name.endswith("_"):
+    packet = getattr(getattr(torch.ops, namespace), name[:-1], None)
+    if not is_inplace(func) or not name.endswith("_") or packet is None:
         return None
-    found = getattr(getattr(getattr(torch.ops, namespace), name[:-1], None), func._overloadname, None)
+    types = _types(func)  # some overloads have another name: pow_.Tensor, pow.Tensor_Tensor
+    like = (op for overload in packet.overloads() if _types(op := getattr(packet, overload)) == types)
+    found = getattr(packet, func._overloadname, None) or next(like, None)
     return None if found is None or is_inplace(found) else found
+
+
+def _types(func: OpOverload) -> list[str]:
+    return [str(a.type) for a in func._schema.arguments]
 
 
 def operand(args: Sequence[Any], path: Path) -> Any:

@@ -169,7 +169,8 @@ class ShardTensor(DTensor):
                 raise ValueError(f"grad_placements {tuple(grad_placements)} do not match the shards of {self._spec}")
             spec = spec.replace(placements=grad_placements)
         wide = self._spec.is_wide(self._local_tensor)  # see [Note: rounded once] in redistribute.py
-        return to_part(self, spec, self.dtype if wide else None, guarded=True)
+        local = to_part(self, spec, self.dtype if wide else None, guarded=True)
+        return local.detach() if local is self._local_tensor else local  # whoever has it is known to share the memory
 
     def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> Tensor:
         """Return the global tensor on every rank, as a plain tensor. Gathers and reduces. Differentiable.

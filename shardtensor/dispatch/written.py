@@ -47,7 +47,7 @@ from .._compat import (
 )
 from ..errors import refuse
 from .conversions import is_shard_tensor, promote, redistribute_to, to_part
-from .open_layouts import Take, leave_open
+from .open_layouts import Take, leave_open, taken_by_index
 from .plain_tensors import writes
 from .planning import converted, flat
 
@@ -256,7 +256,7 @@ def _whole_and_views(written: Any) -> tuple[Any, list[tuple[Any, Take]]] | None:
     views: list[tuple[Any, Take]] = []
     for t in tensors:
         if t is not whole:
-            take = _taken(whole, t)
+            take = taken_by_index(whole, t)
             if take is None or (t._base is not None and t._base is not whole):
                 return None
             views.append((t, take if t._base is whole else partial(_detached, take)))
@@ -272,36 +272,6 @@ def _taken_anew(view: Tensor, take: Take, sharded: ShardTensor) -> Any:
 def _detached(take: Take, whole: Any) -> Any:
     """A view of which autograd does not know that it is one."""
     return take(whole).detach()
-
-
-def _taken(whole: Tensor, view: Tensor) -> Take | None:
-    """How a view is taken of a tensor by an index and an order of dims; None if it is another kind of view."""
-    rest, strides = int(view.storage_offset() - whole.storage_offset()), whole.stride()
-    index, kept = [slice(None)] * whole.ndim, []
-    dims = [k for k in range(view.ndim) if view.shape[k] > 1]
-    for d in sorted(range(whole.ndim), key=lambda d: -strides[d]):
-        n, stride = whole.shape[d], max(1, strides[d])
-        start, rest = divmod(rest, stride) if n > 1 else (0, rest)
-        steps = {k: view.stride(k) // stride for k in dims if k not in kept and view.stride(k) % stride == 0}
-        k = next((k for k, s in steps.items() if s > 0 and start + (view.shape[k] - 1) * s < n), None)
-        length, step = (1, 1) if k is None else (view.shape[k], steps[k])
-        index[d] = slice(start, start + (length - 1) * step + 1, step)
-        kept += [] if k is None else [k]
-    order = sorted((d for d in range(whole.ndim) if index[d].stop - index[d].start > 1), key=lambda d: -strides[d])
-
-    def take(t: Any) -> Any:
-        part = t[tuple(index[d] if d in order else index[d].start for d in range(t.ndim))]
-        held = sorted(order)
-        part = part.permute([held.index(order[kept.index(k)]) for k in dims])
-        for k in range(view.ndim):
-            part = part if view.shape[k] > 1 else part.unsqueeze(k)
-        return part
-
-    if len(kept) != len(dims) or 0 in view.shape:
-        return None
-    found = take(whole.detach())
-    same = found.shape == view.shape and found.storage_offset() == view.storage_offset()
-    return take if same and all(found.stride(k) == view.stride(k) for k in dims) else None
 
 
 class _Standing(AutogradFunction):

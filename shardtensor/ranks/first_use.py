@@ -4,10 +4,10 @@ What an operator computes with a plain tensor is right only if all ranks hold th
 not. So a digest of each is noted when it is used first, and compared with the next number that the ranks read, see
 [Note: values] in history.py.
 
-[Note: first uses] The first use of a parameter is that of the object, on each mesh that spans other ranks: what is equal
-on a part of a mesh may differ on all of it. Of other tensors there may be a new one in each call, so they are looked at
-in the first runs of a plan only, and cost later ones nothing. Nothing waits for the device
-until digests are compared. What is traced or captured is left out, as its values cannot be read.
+[Note: first uses] The first use of a parameter is that of the object, on each mesh that spans other ranks: what is
+equal on a part of a mesh may differ on all of it. Of other tensors there may be a new one in each call, so they are
+looked at in the first runs of a plan only, and cost later ones nothing. Nothing waits for the device until digests are
+compared. What is traced or captured is left out, as its values cannot be read.
 ``SHARDTENSOR_CHECK_PARAMETERS=0``, on all ranks, switches it off.
 """
 

@@ -151,7 +151,9 @@ def _planned(call: AtenCall) -> AtenPlan:
             raise
         raise call.refuse(
             "a value would have to be gathered to be written to a tensor that is not sharded alike",
-            "redistribute that tensor first; a plain one (torch.zeros) gets the layout of the first value",
+            "use the out-of-place form (a = a + b), or redistribute that tensor first. A plain one (torch.zeros) gets "
+            "the layout of the value, and so does a replicated one, if no other view, local tensor or graph has its "
+            "memory, and it is no leaf that requires grad",
         ) from None
     plain = fitted_parts(call, target)
     plan.call = with_own_parts(call.func, plain) if plain else None
