@@ -11,6 +11,7 @@ import sys
 import time
 from datetime import timedelta
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -18,6 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
 
 from shardtensor import ShardTensor
+from shardtensor.data import read
 
 TIMEOUT = 6.0
 FAILS_AT = 2
@@ -35,7 +37,7 @@ def main(how: str) -> None:
         x = ShardTensor.from_local(torch.randn(1, 2, 4 + rank, 8), mesh, (Shard(2),), shard_sizes=sizes)
         matrices = torch.eye(3).expand(2 * world, 3, 3).clone()
         if step == FAILS_AT and rank == 1:
-            fail(how, matrices)
+            fail(how, mesh, matrices)
             if how == "skip":
                 continue
         if how == "singular":
@@ -45,14 +47,14 @@ def main(how: str) -> None:
         print(f"step {step}: {loss.item()}", flush=True)
 
 
-def fail(how: str, matrices: torch.Tensor) -> None:
+def fail(how: str, mesh, matrices: torch.Tensor) -> None:
     print(f"fails at {time.time()}", flush=True)
     if how == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
     if how == "freeze":
         os.kill(os.getpid(), signal.SIGSTOP)
     if how == "raise":
-        raise ValueError("a file that cannot be read")
+        read(np.ma.masked_all(4), mesh)
     if how == "memory":
         raise MemoryError("no more of it")
     if how == "end":

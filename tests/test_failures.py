@@ -73,7 +73,7 @@ def run(how, world):
 SAYS = {
     "kill": "rank 1 has said nothing: it was killed, frozen, busy elsewhere, or cut off",
     "freeze": "rank 1 has said nothing: it was killed, frozen, busy elsewhere, or cut off",
-    "raise": r"rank 1 raised ValueError: a file that cannot be read \(.*failing_rank.py:\d+\)",
+    "raise": r"rank 1 raised ValueError: 4 of 4 points of .* are masked, .* \(.*failing_rank.py:\d+\)",
     "memory": r"rank 1 raised MemoryError: no more of it \(.*failing_rank.py:\d+\)",
     "end": "rank 1 has ended",
     "singular": r"rank 1 raised _?LinAlgError: .* \(.*failing_rank.py:\d+\)",

@@ -1,7 +1,11 @@
 """Each rank reads its own slice, :func:`read` one tensor, :class:`SliceDataset` batches of samples; and writes it.
 
-An array is anything with ``shape``, ``dtype`` and indexing by integers and slices: ``zarr.Array``, ``h5py.Dataset``,
-``numpy.memmap``, ``numpy.ndarray``. A rank reads only its own part, and nothing if its shard is empty.
+An array is anything with ``shape`` and indexing by integers and slices: ``zarr.Array``, ``h5py.Dataset``,
+``netCDF4.Variable``, ``xarray.DataArray``, nibabel's ``ArrayProxy``, ``numpy.memmap``, ``numpy.ndarray``. A rank reads
+only its own part, and nothing if its shard is empty.
+
+[Note: packed] Stored values need not be those that are read: netCDF4 and nibabel unpack integers to floating point,
+while their ``dtype`` is the stored one. So every rank takes the dtype of an empty slice, which reads no chunk.
 """
 
 from __future__ import annotations
@@ -35,14 +39,12 @@ class Array(Protocol):
     @property
     def shape(self) -> tuple[int, ...]: ...
 
-    @property
-    def dtype(self) -> Any: ...  # a dtype of torch, of NumPy, or anything that NumPy takes for one
-
     def __getitem__(self, key: Any, /) -> Any: ...
 
 
 # What is picked from each dim of an array: one entry, or a range of them.
 Chosen = Sequence[int | range]
+Key = tuple[int | slice, ...]
 
 
 def read(
@@ -53,28 +55,32 @@ def read(
     index: object = (),
     shard_sizes: ShardSizes = None,
     dtype: torch.dtype | None = None,
+    fill: float | None = None,
 ) -> ShardTensor:
     """Read ``array[index]`` as a ShardTensor. Each rank reads only its own shard, without communication.
 
     Args:
-        array: the same on every rank. It has ``shape`` and ``dtype``, and can be indexed by integers and slices.
+        array: the same on every rank. It has a ``shape``, and can be indexed by integers and slices, also empty ones.
         mesh: default: the mesh of the surrounding ``with mesh:``.
         placements: ``Shard`` or ``Replicate`` per mesh dim, for the dims of the result; default: Replicate everywhere.
         index: integers, slices with positive steps and ``...``, as for the array; default: the complete array.
         shard_sizes: ``{mesh_dim: sizes}``; default: torch.chunk's sizes. "chunks": as even as possible, with every
             boundary between two chunks of the array (``array.chunks`` of zarr and h5py). So no chunk is read twice.
-        dtype: the dtype of the result; default: that of the array.
+        dtype: the dtype of the result; default: that of an empty slice of the array, which a reader of packed values
+            returns unpacked. Values are converted after they have been unpacked.
+        fill: the value of masked points, in the dtype of the result. (netCDF4 masks missing values.)
 
     Returns:
         A ShardTensor with its own memory, in the byte order of the machine.
 
     Raises:
-        TypeError: an index that is neither integer nor slice; a dtype that torch does not have.
+        TypeError: an index that is neither integer nor slice; a dtype that torch does not have, such as dates.
         ValueError: placements or sizes that do not fit; "chunks" for an array without chunks, or for a dim that is read
             in part.
         IndexError: an integer out of range, or too many integers.
 
-    Every rank raises these errors. Only the rank that reads a file raises an error of the file.
+    Every rank raises these errors. Only the rank that reads a file raises an error of the file, or ValueError where it
+    reads masked points without a ``fill``, or with one that the dtype does not have.
 
     Example::
 
@@ -84,8 +90,8 @@ def read(
     mesh = usable_mesh(mesh)
     chosen = _chosen(array.shape, index)
     shape = [len(c) for c in chosen if isinstance(c, range)]
-    spec = make_spec(mesh, placements, shard_sizes, shape, dtype or _torch_dtype(array), _chunks(array, chosen))
-    local = _load(array, _own(chosen, spec), spec.own_shape, spec.tensor_meta.dtype)
+    spec = make_spec(mesh, placements, shard_sizes, shape, dtype or _dtype(array), _chunks(array, chosen))
+    local = _load(array, _own(chosen, spec), spec.own_shape, spec.tensor_meta.dtype, dtype is None, fill)
     result: ShardTensor = wrap(local.to(mesh.device_type), spec)
     return result
 
@@ -100,14 +106,17 @@ def write(array: Any, x: DTensor, *, index: object = ()) -> None:
 
     Args:
         array: the same on every rank. Several processes must be able to write to it: ``zarr.Array``, or
-            ``numpy.lib.format.open_memmap(path, "r+")`` on one machine, but not h5py.
-        x: a ShardTensor or DTensor of the shape of ``array[index]``; its values are converted to the array's dtype.
+            ``numpy.lib.format.open_memmap(path, "r+")`` on one machine, but neither h5py nor netCDF4. xarray would
+            keep what is written in the memory of each rank.
+        x: a ShardTensor or DTensor of the shape of ``array[index]``; its values are converted to the dtype in which
+            :func:`read` reads the array. A netCDF4 variable packs them itself.
         index: integers, slices with positive steps and ``...``, as for :func:`read`; the same on every rank.
 
     Raises:
         ValueError: on every rank: another shape; a sharded dim of which only parts of chunks are written; ranks that
             write to different places.
-        RuntimeError: another rank could not write, and raises its own error.
+        RuntimeError: another rank could not write, and raises its own error, such as ValueError for values that an
+            array of integers cannot hold.
 
     Example::
 
@@ -135,8 +144,9 @@ def write(array: Any, x: DTensor, *, index: object = ()) -> None:
     first = all(at == 0 for m, at in enumerate(target.coordinate) if m not in target.sharded_dims().values())
     error = None
     try:
+        dtype = _dtype(array)
         if first and 0 not in target.own_shape:
-            array[_own(chosen, target)] = x.to_local().to("cpu", _torch_dtype(array)).numpy()
+            array[_own(chosen, target)] = _converted(x.to_local().cpu(), dtype).numpy()
     except Exception as e:
         error = e
     failed = [rank_at(mesh, at) for at, row in gather_over_mesh([error is not None], mesh).items() if row[0]]
@@ -159,7 +169,7 @@ class SliceDataset(Dataset[Any]):
         mesh: the ranks that share samples; default: the mesh of the surrounding ``with mesh:``.
         placements, shard_sizes: for all arrays, or nested like them, as for :class:`ShardLoader`. Their dims are those
             of the *batch*. Dim 0, the samples, cannot be sharded. "chunks": as in :func:`read`.
-        dtype: the dtype of the slices; default: that of the arrays.
+        dtype, fill: of the slices, as for :func:`read`.
 
     Raises:
         ValueError: arrays with different numbers of samples, sharded samples, and as :func:`read`.
@@ -181,8 +191,10 @@ class SliceDataset(Dataset[Any]):
         *,
         shard_sizes: PyTree = None,
         dtype: torch.dtype | None = None,
+        fill: float | None = None,
     ) -> None:
         self._mesh: DeviceMesh | None = usable_mesh(mesh)  # None in worker processes
+        self._dtype, self._fill = dtype, fill
         self._source = arrays
         self._arrays: tuple[int, PyTree] = (0, None)  # the process that opened them, and what it got
         opened = self._opened()
@@ -193,7 +205,7 @@ class SliceDataset(Dataset[Any]):
 
         def slices(array: Array, make: MakeSpec) -> _Slices:
             chosen = _chosen(array.shape, ())
-            spec = make(array.shape, dtype or _torch_dtype(array), _chunks(array, chosen))
+            spec = make(array.shape, dtype or _dtype(array), _chunks(array, chosen))
             if 0 in spec.sharded_dims():
                 raise ValueError(f"dim 0 counts the samples and cannot be sharded: {spec}")
             return _Slices(_own(chosen, spec)[1:], spec.own_shape[1:], MeshlessSpec.of(spec))
@@ -208,7 +220,8 @@ class SliceDataset(Dataset[Any]):
         i = range(self._length)[i]
 
         def load(array: Array, slices: _Slices) -> Tensor:
-            return _load(array, (i, *slices.key), slices.shape, slices.part.dtype)
+            part = slices.part
+            return _load(array, (i, *slices.key), slices.shape, part.dtype, self._dtype is None, self._fill)
 
         return i, tree_map(load, self._opened(), self._slices)
 
@@ -287,7 +300,7 @@ _END, _BATCH, _FAILED = range(3)  # what has happened on a rank
 class _Slices:
     """What this rank reads of every sample of one array, and the global tensor of a batch, but for its length."""
 
-    key: tuple[int | slice, ...]
+    key: Key
     shape: tuple[int, ...]
     part: MeshlessSpec
 
@@ -321,7 +334,7 @@ def _chosen(shape: Sequence[int], index: object) -> list[int | range]:
     return chosen
 
 
-def _own(chosen: Chosen, spec: ShardTensorSpec) -> tuple[int | slice, ...]:
+def _own(chosen: Chosen, spec: ShardTensorSpec) -> Key:
     """The index of this rank's part of what is chosen."""
     intervals = {d: spec.interval(m) for d, m in spec.sharded_dims().items()}
     key: list[int | slice] = []
@@ -345,7 +358,7 @@ def _chunks(array: Array, chosen: Chosen, lengths: Sequence[int] | None = None) 
     """
     lengths = lengths or getattr(array, "chunks", None) or [0] * len(chosen)
     return [
-        length if entries == range(n) else 0
+        length if entries == range(n) and isinstance(length, int) else 0  # dask has a tuple of lengths
         for n, length, entries in zip(array.shape, lengths, chosen)
         if isinstance(entries, range)
     ]
@@ -354,22 +367,63 @@ def _chunks(array: Array, chosen: Chosen, lengths: Sequence[int] | None = None) 
 # -- numpy to torch ---------------------------------------------------------------------------------------------------
 
 
-def _torch_dtype(array: Array) -> torch.dtype:
-    """torch's dtype for the array's, whose byte order may be another one."""
-    given = array.dtype
-    if isinstance(given, torch.dtype):
-        return given
-    import numpy as np
-
-    return torch.from_numpy(np.empty(0, np.dtype(given).newbyteorder("="))).dtype
+def _dtype(array: Array) -> torch.dtype:
+    """The dtype in which an array is read, see [Note: packed]."""
+    return _tensor(array[(slice(0, 0),) * len(array.shape)]).dtype
 
 
-def _load(array: Array, key: tuple[int | slice, ...], shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """``array[key]``, which has ``shape``, as a tensor with memory of its own."""
+def _load(array: Array, key: Key, shape: Sequence[int], dtype: torch.dtype, exact: bool, fill: float | None) -> Tensor:
+    """``array[key]``, which has ``shape``, as a tensor with memory of its own.
+
+    Args:
+        exact: whether ``dtype`` is that of the array, and not one to convert to.
+        fill: the value of masked points.
+    """
     if 0 in shape:
         return torch.empty(*shape, dtype=dtype)
     import numpy as np
 
-    piece = np.asarray(array[key])
+    piece = np.asanyarray(array[key])
+    tensor, mask = _tensor(piece), np.ma.getmask(piece)
+    # A single masked value, which is always float64, is all mask.
+    if exact and tensor.dtype != dtype and not np.all(mask):
+        raise TypeError(f"array[{key}] is {tensor.dtype}, but an empty slice of the array is {dtype}; pass dtype=")
+    tensor = tensor.to(dtype)
+    if np.any(mask):
+        if fill is None:
+            raise ValueError(
+                f"{np.sum(mask)} of {piece.size} points of array[{key}] are masked, and have no value; pass fill=, the "
+                "value to put there"
+            )
+        tensor = torch.where(_tensor(mask), _converted(_tensor(fill), dtype), tensor)
+    return tensor
+
+
+def _tensor(piece: Any) -> Tensor:
+    """A tensor of what an array has returned. What is masked in it has any value."""
+    import numpy as np
+
+    piece = np.asarray(piece)
     # A copy only where the piece is a view, read-only or of another byte order: files are mapped, arrays may change.
-    return torch.from_numpy(np.require(piece, piece.dtype.newbyteorder("="), ["C", "W", "O"])).to(dtype)
+    native = np.require(piece, piece.dtype.newbyteorder("="), ["C", "W", "O"])
+    try:
+        return torch.from_numpy(native)
+    except TypeError:
+        raise TypeError(
+            f"torch has no dtype for NumPy's {native.dtype}; read numbers, for dates such as hours (xarray's "
+            "decode_times=False)"
+        ) from None
+
+
+def _converted(values: Tensor, dtype: torch.dtype) -> Tensor:
+    """Values in another dtype.
+
+    Raises:
+        ValueError: the dtype has no fractions, signs, imaginary parts or range to hold them.
+    """
+    converted = values.to(dtype)
+    rounds = (dtype.is_floating_point or dtype.is_complex) and torch.can_cast(values.dtype, dtype)
+    if not rounds and values.dtype != dtype and not torch.equal(converted.to(values.dtype), values):
+        at = converted.to(values.dtype) != values
+        raise ValueError(f"{values[at][0].item()} is no value of {dtype}; convert it first, or choose another dtype")
+    return converted

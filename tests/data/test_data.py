@@ -15,6 +15,7 @@ import pickle
 import re
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
@@ -735,7 +736,7 @@ def test_a_loader_without_state_says_so():
 
 
 class Recording:
-    """An array that tells what was asked of it."""
+    """An array that tells what was read from it."""
 
     def __init__(self, array, chunks=None):
         self._array, self.asked = array, []
@@ -743,8 +744,10 @@ class Recording:
 
     def __getitem__(self, key):
         assert isinstance(key, tuple) and len(key) == len(self.shape)
-        self.asked.append(key)
-        return self._array[key]
+        piece = self._array[key]
+        if piece.size:
+            self.asked.append(key)
+        return piece
 
 
 INDICES = [
@@ -826,8 +829,10 @@ def bad_reads():
     for kind, text, kwargs in cases:
         with pytest.raises(kind, match=text):
             read(array, mesh, **kwargs)
-    with pytest.raises(TypeError, match="object_"):
+    with pytest.raises(TypeError, match="torch has no dtype for NumPy's object; read numbers"):
         read(np.array([None]), mesh)
+    with pytest.raises(ValueError, match="dim 0 has no chunks"):
+        read(Recording(np.zeros((4, 6)), ((3, 1), (6,))), mesh, (Shard(0), Replicate()), shard_sizes="chunks")
     chunked = Recording(np.zeros((4, 6)), chunks=(2, 2))
     with pytest.raises(ValueError, match="only read in part"):
         read(chunked, mesh, (Shard(0), Replicate()), index=slice(1, 3), shard_sizes="chunks")
@@ -921,6 +926,248 @@ def test_files_of_every_kind(kind, tmp_path):
     run_distributed(from_file, 4, kind, path)
 
 
+NUMBERS = np.arange(7 * 8 * 3, dtype=np.int16).reshape(7, 8, 3)
+PLAIN = {name: NUMBERS.astype(name) for name in (">f4", "<f8", ">i2", "<u2", "f2", "?")} | {"none": NUMBERS[:, :0]}
+
+
+def numpy_arrays(folder):
+    mapped = {}
+    for name in PLAIN.keys() - {"none"}:
+        np.save(folder / f"{name}.npy", PLAIN[name])
+        mapped[f"mapped {name}"] = np.load(folder / f"{name}.npy", mmap_mode="r")
+    return PLAIN | mapped
+
+
+def zarr_arrays(folder):
+    import zarr
+
+    for name, values in PLAIN.items():
+        chunks = tuple(max(1, n // 2) for n in values.shape)
+        array = zarr.open_array(
+            str(folder / f"{name}.zarr"), mode="w", shape=values.shape, chunks=chunks, dtype=values.dtype
+        )
+        array[:] = values
+    return {name: zarr.open_array(str(folder / f"{name}.zarr"), mode="r") for name in PLAIN}
+
+
+def h5py_arrays(folder):
+    import h5py
+
+    file = h5py.File(folder / "values.h5", "w")
+    for name, values in PLAIN.items():
+        file[name] = values
+    return dict(file)
+
+
+def netcdf_file(folder):
+    import netCDF4
+
+    with netCDF4.Dataset(folder / "values.nc", "w") as file:
+        for dim, n in zip("tyxn", (None, 8, 3, 0)):
+            file.createDimension(dim, n)
+        packed = file.createVariable("packed", "i2", ("t", "y", "x"), fill_value=-999)
+        packed.scale_factor, packed.add_offset = 0.01, 270.0
+        packed[:] = 270 + 0.01 * NUMBERS
+        single = file.createVariable("single", "i2", ("t", "y", "x"))
+        single.scale_factor = np.float32(0.5)
+        single[:] = NUMBERS / 2
+        unsigned = file.createVariable("unsigned", "i1", ("t", "y", "x"))
+        unsigned._Unsigned = "true"
+        unsigned[:] = NUMBERS.astype(np.uint8)
+        file.createVariable("big", "f4", ("t", "y", "x"), endian="big")[:] = NUMBERS / 3
+        file.createVariable("none", "i2", ("t", "n", "x")).scale_factor = 0.1
+    return folder / "values.nc"
+
+
+def netcdf_arrays(folder):
+    import netCDF4
+
+    return netCDF4.Dataset(netcdf_file(folder)).variables
+
+
+def xarray_arrays(folder):
+    pytest.importorskip("netCDF4")
+    import xarray
+
+    file = xarray.open_dataset(netcdf_file(folder), engine="netcdf4")
+    return {name: file[name] for name in file}
+
+
+def nibabel_arrays(folder):
+    import nibabel
+
+    for name, slope, offset in (("packed", 0.3, 1.0), ("plain", 1.0, 0.0)):
+        image = nibabel.Nifti1Image(NUMBERS, np.eye(4), nibabel.Nifti1Header(endianness=">"))
+        image.header.set_slope_inter(slope, offset)
+        image.to_filename(folder / f"{name}.nii.gz")
+    return {name: nibabel.load(folder / f"{name}.nii.gz").dataobj for name in ("packed", "plain")}
+
+
+def tifffile_arrays(folder):
+    import tifffile
+
+    arrays = {}
+    for order in "<>":
+        file = folder / f"{order}.tif"
+        tifffile.imwrite(file, NUMBERS.astype(np.uint16), byteorder=order, photometric="minisblack")
+        arrays[order] = tifffile.memmap(file, mode="r")
+    if find_spec("zarr"):
+        import zarr
+
+        arrays["store"] = zarr.open(tifffile.imread(file, aszarr=True), mode="r")
+    return arrays
+
+
+LIBRARIES = {
+    "numpy": numpy_arrays,
+    "zarr": zarr_arrays,
+    "h5py": h5py_arrays,
+    "netCDF4": netcdf_arrays,
+    "xarray": xarray_arrays,
+    "nibabel": nibabel_arrays,
+    "tifffile": tifffile_arrays,
+}
+
+
+@host_program()
+def unpacked(kind, folder):
+    """The reader's own values and dtype, in complete and partial reads and in a dataset; rank 1 has an empty shard."""
+    mesh = shared_mesh(3, device_type=device_of_meshes)
+    folder = Path(folder, str(dist.get_rank()))
+    folder.mkdir()
+    layout = {"placements": (Shard(1),), "shard_sizes": {0: (5, 0, 3)}}
+    arrays = LIBRARIES[kind](folder)
+    for name, array in arrays.items():
+        values = np.asarray(array[:])
+        whole = torch.from_numpy(values.astype(values.dtype.newbyteorder("=")))
+        if kind in ("netCDF4", "xarray", "nibabel") and name == "packed":
+            assert whole.dtype == torch.float64 and not torch.equal(whole, whole.trunc())
+        if 0 in whole.shape:
+            check(read(array, mesh, (Shard(0),)), whole)
+            continue
+        check(read(array, mesh, **layout), whole, {0: (5, 0, 3)})
+        check(read(array, mesh, index=(slice(1, 6, 2), 4)), whole[1:6:2, 4])
+        check(read(array, mesh, index=(0, 5, 2)), whole[0, 5, 2])
+        check(read(array, mesh, **layout, dtype=torch.float32), whole.float())
+        dataset = SliceDataset({"x": array}, mesh, **layout)
+        (batch,) = dataset.batches(DataLoader(dataset, batch_size=7))
+        check(batch["x"], whole, {0: (5, 0, 3)})
+
+
+@pytest.mark.parametrize("kind", LIBRARIES)
+def test_values_and_dtype_are_those_that_the_reader_returns(kind, tmp_path):
+    pytest.importorskip(kind)
+    run_distributed(unpacked, 3, kind, str(tmp_path))
+
+
+@host_program()
+def masked_points():
+    """Only rank 2 of three reads a masked point; rank 1 has an empty shard."""
+    mesh, rank = shared_mesh(3, device_type=device_of_meshes), dist.get_rank()
+    layout = {"placements": (Shard(1),), "shard_sizes": {0: (5, 0, 3)}}
+    values = np.ma.array(NUMBERS, mask=np.zeros(NUMBERS.shape, bool))
+    check(read(values, mesh, **layout), torch.from_numpy(NUMBERS))  # a mask of no points is none
+    values.mask[3, 6, 1] = True
+    message = "1 of 63 points of .* are masked, and have no value; pass fill="
+    with pytest.raises(ValueError, match=message) if rank == 2 else contextlib.nullcontext():
+        read(values, mesh, **layout)
+    with pytest.raises(ValueError, match=r"nan is no value of torch.int16") if rank == 2 else contextlib.nullcontext():
+        read(values, mesh, **layout, fill=math.nan)
+    with pytest.raises(ValueError, match=message.replace("63", "1")):
+        read(values, mesh, index=(3, 6, 1))
+    for dtype, fill in ((None, -7), (torch.float32, math.nan), (torch.bfloat16, 0.5), (torch.uint16, 9)):
+        whole = torch.from_numpy(NUMBERS).to(dtype or torch.int16)
+        whole[3, 6, 1] = fill
+        found = [read(values, mesh, **layout, dtype=dtype, fill=fill)]
+        dataset = SliceDataset({"x": values}, mesh, **layout, dtype=dtype, fill=fill)
+        found += [batch["x"] for batch in dataset.batches(DataLoader(dataset, batch_size=7))]
+        found += [read(values, mesh, index=(3, 6, 1), dtype=dtype, fill=fill)]
+        for x, part_of_it in zip(found, (whole, whole, whole[3, 6, 1]), strict=True):
+            assert x.dtype == whole.dtype and torch.equal(
+                x.to_local().double().nan_to_num(-1).cpu(), part(part_of_it, x).double().nan_to_num(-1)
+            )
+    dataset = SliceDataset(values, mesh, **layout)
+    kind, text = (ValueError, "are masked") if rank == 2 else (RuntimeError, r"ranks \[2\] could not read a batch")
+    with pytest.raises(kind, match=text):
+        list(dataset.batches(DataLoader(dataset, batch_size=7)))
+
+
+def test_masked_points_are_filled_or_an_error():
+    run_distributed(masked_points, 3)
+
+
+@host_program()
+def masked_in_netcdf(path):
+    """A packed integer that is missing, and one that nobody has written; a single one is masked as float64."""
+    import netCDF4
+
+    mesh = shared_mesh(3, device_type=device_of_meshes)
+    packed = netCDF4.Dataset(path)["packed"]
+    whole = torch.tensor([270.0, 270.01, math.nan, 270.03, math.nan], dtype=torch.float64)
+    x = read(packed, mesh, (Shard(0),), shard_sizes={0: (2, 0, 3)}, fill=math.nan)
+    assert x.dtype == torch.float64
+    torch.testing.assert_close(x.to_local().cpu(), part(whole, x), rtol=1e-15, atol=0, equal_nan=True)
+    packed.set_auto_scale(False)  # integers, as the program asks for
+    check(read(packed, mesh, fill=-1), torch.tensor([0, 1, -1, 3, -1], dtype=torch.int16))
+    check(read(packed, mesh, index=2, fill=-1), torch.tensor(-1, dtype=torch.int16))
+
+
+def test_missing_values_of_netcdf(tmp_path):
+    netcdf = pytest.importorskip("netCDF4")
+    with netcdf.Dataset(tmp_path / "values.nc", "w") as file:
+        file.createDimension("x", 5)
+        packed = file.createVariable("packed", "i2", ("x",), fill_value=-999)
+        packed.scale_factor, packed.add_offset = 0.01, 270.0
+        packed[:4] = np.ma.array([270.0, 270.01, 0.0, 270.03], mask=[False, False, True, False])
+    run_distributed(masked_in_netcdf, 3, str(tmp_path / "values.nc"))
+
+
+class Unequal:
+    """An array whose pieces are of another dtype than its empty slice."""
+
+    shape = (4, 6)
+
+    def __getitem__(self, key):
+        piece = np.arange(24).reshape(4, 6)[key]
+        return piece / 2 if piece.size else piece
+
+
+def other_dtypes():
+    mesh = shared_mesh(2)
+    with pytest.raises(TypeError, match=r"float64, but an empty slice of the array is torch.int64; pass dtype="):
+        read(Unequal(), mesh, (Shard(0),))
+    check(read(Unequal(), mesh, (Shard(0),), dtype=torch.float32), torch.arange(24).view(4, 6).float() / 2)
+    # On all ranks, also on the one that has nothing to read.
+    for values in (np.zeros(3, "M8[h]"), np.zeros(3, "m8[s]"), np.array(["a"] * 3), np.zeros(3, "i4,f4")):
+        for make in (read, SliceDataset):
+            with pytest.raises(TypeError, match=r"torch has no dtype for NumPy's .*; read numbers, such as hours"):
+                make(np.stack([values] * 3), mesh, (Shard(1),), shard_sizes={0: (3, 0)})
+
+
+def test_dtypes_that_torch_does_not_have_and_readers_that_change_theirs():
+    run_distributed(other_dtypes, 2)
+
+
+def dates(path):
+    import xarray
+
+    mesh = shared_mesh(2)
+    with pytest.raises(TypeError, match=r"NumPy's datetime64\[ns\]; read numbers"):
+        read(xarray.open_dataset(path, engine="netcdf4")["time"], mesh, (Shard(0),), shard_sizes={0: (0, 3)})
+    hours = xarray.open_dataset(path, engine="netcdf4", decode_times=False)["time"]
+    check(read(hours, mesh, (Shard(0),), shard_sizes={0: (0, 3)}), torch.arange(3.0, dtype=torch.float64))
+
+
+def test_dates_of_xarray(tmp_path):
+    pytest.importorskip("xarray")
+    netcdf = pytest.importorskip("netCDF4")
+    with netcdf.Dataset(tmp_path / "values.nc", "w") as file:
+        file.createDimension("time", 3)
+        time = file.createVariable("time", "f8", ("time",))
+        time.units, time[:] = "hours since 2000-01-01", range(3)
+    run_distributed(dates, 2, str(tmp_path / "values.nc"))
+
+
 @host_program()
 def to_file(kind, path):
     """Sharded otherwise than the file's chunks, copied on an axis, contributions, an empty shard; step after step."""
@@ -957,11 +1204,51 @@ class Full:
     """An array that one rank cannot write to."""
 
     def __init__(self):
-        self.shape, self.dtype = (4,), np.float32
+        self.shape = (4,)
+
+    def __getitem__(self, key):
+        return np.zeros(4, np.float32)[key]
 
     def __setitem__(self, key, value):
         if dist.get_rank() == 1:
             raise OSError(28, "No space left on device")
+
+
+class Packed:
+    """An array that packs what is written to it into integers, as netCDF4 does."""
+
+    def __init__(self, shape):
+        self.stored = np.zeros(shape, np.int16)
+        self.shape, self.dtype = shape, self.stored.dtype
+
+    def __getitem__(self, key):
+        return self.stored[key] * 0.01 + 270.0
+
+    def __setitem__(self, key, values):
+        self.stored[key] = np.round((values - 270.0) / 0.01)
+
+
+def converted():
+    mesh, rank = shared_mesh(2), dist.get_rank()
+    array, values = Packed((8,)), torch.tensor([270.0, 270.01, 270.5, 271.99, 1.0, 2.0, 269.99, 280.0]).double()
+    write(array, shard(values, mesh, [Shard(0)], {0: (5, 3)}))
+    own = slice(0, 5) if rank == 0 else slice(5, 8)
+    assert np.array_equal(array.stored[own], np.round((values.cpu().numpy() - 270) * 100).astype(np.int16)[own])
+    # Integers hold whole numbers, from whatever dtype; all else, on rank 1, is an error on both.
+    for dtype, bad in ((np.int16, 2.5), (np.int16, 4e4), (np.uint8, -1.0), (np.int32, math.nan), (bool, 2.0)):
+        array, values = np.zeros(8, dtype), torch.ones(8, dtype=torch.float64)
+        write(array, shard(values, mesh, [Shard(0)]))
+        assert array.sum() == 4
+        values[7] = bad
+        text = f"{bad} is no value of torch" if rank else r"ranks \[1\] could not write"
+        with pytest.raises(ValueError if rank else RuntimeError, match=text):
+            write(array, shard(values, mesh, [Shard(0)]))
+        assert array.sum() == 4
+    write(array := np.zeros(8, np.float16), shard(values / 3, mesh, [Shard(0)]))  # rounded
+
+
+def test_values_are_written_as_they_would_be_read_or_refused():
+    run_distributed(converted, 2)
 
 
 def to_a_full_disk():
@@ -1012,7 +1299,9 @@ def test_several_arrays_of_one_sample():
 
 class Unreadable(Recording):
     def __getitem__(self, key):
-        raise OSError("disk on fire")
+        if super().__getitem__(key).size:
+            raise OSError("disk on fire")
+        return self._array[key]
 
 
 def bad_batches(case):
