@@ -194,7 +194,13 @@ def test_a_checkpoint_is_not_written_over(tmp_path):
 
 def asynchronously(folder):
     x = state("uneven", numbers(*SHAPE))
-    future = dcp.async_save(x, storage_writer=CheckpointWriter(folder))
+    # The default group is refused on both ranks, before a thread sends anything; a group of its own is not.
+    shard(torch.ones(3), shared_mesh(2), [Shard(0)]).sum().item()
+    with pytest.raises(ValueError, match=r"group in which ShardTensors .*new_group\(backend='gloo'\), and pass"):
+        dcp.async_save(x, storage_writer=CheckpointWriter(folder))
+    future = dcp.async_save(x, storage_writer=CheckpointWriter(folder), process_group=dist.new_group(backend="gloo"))
+    for _ in range(20):
+        shard(torch.ones(3), shared_mesh(2), [Shard(0)]).sum().item()
     future.result()
     writer = CheckpointWriter("unused")
     dcp.save(x, storage_writer=writer, checkpoint_id=folder + "2")

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import sys
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import cache
 from inspect import unwrap
 from types import FunctionType
+from traceback import walk_stack
 from typing import Any
 
 import torch
@@ -203,3 +205,16 @@ def program_timeout() -> timedelta | None:
     world: Any = dist.group.WORLD
     options = (getattr(world._get_backend(device), "options", None) for device in world._device_types)
     return next((timeout for o in options if (timeout := getattr(o, "_timeout", None)) is not None), None)
+
+
+_ASYNC_SAVE = "async_save", "torch.distributed.checkpoint.state_dict_saver"
+
+
+def group_of_async_save() -> dist.ProcessGroup | None:
+    """In what ``dcp.async_save`` calls, before it starts its thread: the group in which that will communicate."""
+    for frame, _ in walk_stack(sys._getframe(1)):
+        if (frame.f_code.co_name, frame.f_globals["__name__"]) == _ASYNC_SAVE:
+            given = frame.f_locals
+            in_thread = given["async_checkpointer_type"].name == "THREAD" and not given["no_dist"]
+            return given["process_group"] or dist.group.WORLD if in_thread else None
+    return None

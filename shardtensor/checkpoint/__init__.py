@@ -22,6 +22,7 @@ from pathlib import Path
 from traceback import StackSummary
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader, FileSystemWriter
@@ -30,8 +31,9 @@ from torch.distributed.checkpoint.planner import LoadPlan, SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
+from .._compat.c10d import group_of_async_save
 from ..ranks.failures import communicating
-from ..ranks.history import calling
+from ..ranks.history import calling, counts
 from .digests import MANIFEST, DamagedCheckpoint, DigestingFile, Digests, Manifest, open_checked
 
 __all__ = ["CheckpointReader", "CheckpointWriter", "DamagedCheckpoint", "latest"]
@@ -54,7 +56,8 @@ class CheckpointWriter(FileSystemWriter):
         CheckpointException: by ``dcp.save``, on all ranks, if one rank fails: the folder holds a checkpoint, a disk is
             full. Earlier checkpoints are unchanged. The next save to the same path removes the incomplete data in
             ``PATH.incomplete``.
-        ValueError: ``use_collectives=False``, because no rank would know when all have written.
+        ValueError: ``use_collectives=False``, because no rank would know when all have written. By ``dcp.async_save``:
+            a ``process_group`` in which ShardTensors communicate meanwhile.
 
     Example::
 
@@ -89,6 +92,18 @@ class CheckpointWriter(FileSystemWriter):
         super().reset(checkpoint_id)
         if checkpoint_id:
             self._put(checkpoint_id)
+
+    def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        group = group_of_async_save()
+        # With an accelerator, the thread's messages go by another backend than those of ShardTensors.
+        if group is not None and group.size() > 1 and counts().get(group.group_name):
+            if dist.get_backend(group) == "gloo" or not torch.accelerator.is_available():
+                raise ValueError(
+                    "dcp.async_save communicates in a thread, here in a process group in which ShardTensors "
+                    "communicate meanwhile; they would get each other's messages. Make a group for it once, on all "
+                    "ranks: group = torch.distributed.new_group(backend='gloo'), and pass process_group=group"
+                )
+        return super().stage(state_dict)
 
     @property
     def checkpoint_id(self) -> str | os.PathLike[str]:

@@ -1140,7 +1140,7 @@ def other_dtypes():
     # On all ranks, also on the one that has nothing to read.
     for values in (np.zeros(3, "M8[h]"), np.zeros(3, "m8[s]"), np.array(["a"] * 3), np.zeros(3, "i4,f4")):
         for make in (read, SliceDataset):
-            with pytest.raises(TypeError, match=r"torch has no dtype for NumPy's .*; read numbers, such as hours"):
+            with pytest.raises(TypeError, match="torch has no dtype for NumPy's"):
                 make(np.stack([values] * 3), mesh, (Shard(1),), shard_sizes={0: (3, 0)})
 
 
