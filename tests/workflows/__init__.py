@@ -1,0 +1,1 @@
+"""Whole programs, as people write them for one device, on ranks."""
