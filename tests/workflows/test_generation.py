@@ -364,7 +364,7 @@ class Decoder(nn.Module):
 @torch.no_grad()
 def greedy_decoding(given: Given) -> Iterator[tuple[str, Any]]:
     """The prompt is sharded along the sequence; each new token is appended, and read as a number."""
-    model, ids = Decoder().eval(), given(classes(2, 13, of=11), 1, 0)
+    model, ids = Decoder().eval(), given(classes(2, 13, of=11), 1)
     for step in range(4):
         logits = model(ids)[:, -1]
         following = logits.argmax(-1, keepdim=True)

@@ -12,10 +12,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from workflows.harness import EMPTY, TWO, Given, Programs, check
+from workflows.harness import EMPTY, MESH, TWO, Given, Programs, check
 from workflows.models import UNet, classes, classifier, drawn, images, mlp, tokens, transformer
 
 PROGRAMS = Programs()
+# Pixels of an image that is cut along both sides are in no order that ranks could keep.
+FLATTENED = {MESH: r"several of its dims are sharded|does not stay a dim of the result"}
 
 
 def batches(given: Given, count: int = 3) -> list[tuple[Tensor, Tensor]]:
@@ -29,7 +31,7 @@ def batches(given: Given, count: int = 3) -> list[tuple[Tensor, Tensor]]:
 # -- metrics -----------------------------------------------------------------------------------------------------------
 
 
-@PROGRAMS.add(always=TWO)
+@PROGRAMS.add(always=TWO, refused=FLATTENED)
 def confusion_matrix_and_intersection_over_union(given: Given) -> Iterator[tuple[str, Any]]:
     """By ``bincount`` into a plain matrix, over an evaluation."""
     model = UNet().eval()
@@ -180,7 +182,7 @@ def structural_similarity(given: Given) -> Iterator[tuple[str, Any]]:
         yield f"model {step}", model
 
 
-@PROGRAMS.add(always=EMPTY)
+@PROGRAMS.add(always=EMPTY, refused=FLATTENED)
 def calibration(given: Given) -> Iterator[tuple[str, Any]]:
     """Histograms of the confidence, their expected error, and a temperature that is fitted by LBFGS."""
     model, temperature = UNet().eval(), nn.Parameter(torch.ones(()))
@@ -250,7 +252,7 @@ def area_under_the_curve_by_ranks(given: Given) -> Iterator[tuple[str, Any]]:
     yield "median", (score.median().values if isinstance(score.median(), tuple) else score.median())
 
 
-@PROGRAMS.add()
+@PROGRAMS.add(refused=FLATTENED)
 def scores_of_an_ensemble(given: Given) -> Iterator[tuple[str, Any]]:
     """Continuous ranked probability, spread, skill weighted by latitude, rank histograms, the energy score."""
     members, truth = given(drawn(5, 2, 13, 11), 2, 3), given(drawn(2, 13, 11, seed=2), 1, 2)
@@ -318,7 +320,7 @@ def norms_of_gradients_and_activations(given: Given) -> Iterator[tuple[str, Any]
 # -- losses ------------------------------------------------------------------------------------------------------------
 
 
-@PROGRAMS.add()
+@PROGRAMS.add(refused=FLATTENED)
 def losses_of_segmentation(given: Given) -> Iterator[tuple[str, Any]]:
     """Dice, focal, Tversky, of the boundary, of Lovasz by a sort, weighted by counts, of the hardest pixels."""
     model, (x, y) = UNet(), batches(given)[0]
@@ -352,7 +354,7 @@ def losses_of_segmentation(given: Given) -> Iterator[tuple[str, Any]]:
         yield f"model {step}", model
 
 
-@PROGRAMS.add()
+@PROGRAMS.add(refused=FLATTENED)
 def losses_of_regression(given: Given) -> Iterator[tuple[str, Any]]:
     """Of spectra, of gradients, of total variation, with missing values, of quantiles, of a predicted variance."""
     model, x = UNet(out=4), given(images(), 2, 3)
@@ -410,7 +412,7 @@ def a_perceptual_loss(given: Given) -> Iterator[tuple[str, Any]]:
         yield f"frozen {step}", frozen
 
 
-@PROGRAMS.add()
+@PROGRAMS.add(refused=FLATTENED)
 def losses_of_a_language_model(given: Given) -> Iterator[tuple[str, Any]]:
     """Shifted tokens, some ignored, with a z-loss; the perplexity of an evaluation."""
     table, model = nn.Embedding(11, 8), transformer()
