@@ -249,7 +249,9 @@ def different(value: Any, expected: Any, rtol: float) -> str | None:
             return None
         return f"off by {float((value - expected).abs().max()):.3g}, of {scale:.3g}"
     if isinstance(expected, float) and isinstance(value, float):
-        near = math.isclose(value, expected, rel_tol=rtol, abs_tol=rtol / 100) or (value != value and expected != expected)
+        near = math.isclose(value, expected, rel_tol=rtol, abs_tol=rtol / 100) or (
+            value != value and expected != expected
+        )
         return None if near else f"{value} instead of {expected}"
     if type(value) is type(expected) and not isinstance(expected, Tensor) and value == expected:
         return None

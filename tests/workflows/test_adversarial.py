@@ -534,7 +534,10 @@ def distillation(given: Given) -> Iterator[tuple[str, Any]]:
         out = student(x)
         kd = F.kl_div((out / 4).log_softmax(1), (soft / 4).softmax(1), reduction="batchmean") * 16
         features = F.mse_loss(adapter(seen["student"]), seen["teacher"])
-        maps = [F.normalize(f.square().mean(1).flatten(1), dim=1) for f in (seen["student"][:, :, 0], seen["teacher"][:, :, 0])]
+        maps = [
+            F.normalize(f.square().mean(1).flatten(1), dim=1)
+            for f in (seen["student"][:, :, 0], seen["teacher"][:, :, 0])
+        ]
         ours, theirs = (f.mean((2, 3)) for f in (seen["student"], seen["teacher"]))
         relations = F.smooth_l1_loss(torch.cdist(ours, ours), torch.cdist(theirs, theirs))
         loss = F.cross_entropy(out, y) + kd + features + F.mse_loss(*maps) + relations

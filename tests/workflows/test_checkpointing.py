@@ -457,9 +457,7 @@ def resumed_by_distributed_checkpoint(given: Given) -> Iterator[tuple[str, Any]]
     model, optimizer = get_state_dict(run.model, run.optimizer)
     found = {"model": model, "optimizer": optimizer, "x": torch.zeros_like(x), "step": 0}
     dcp.load(found, checkpoint_id=given.folder / "step 2")
-    set_state_dict(
-        run.model, run.optimizer, model_state_dict=found["model"], optim_state_dict=found["optimizer"]
-    )
+    set_state_dict(run.model, run.optimizer, model_state_dict=found["model"], optim_state_dict=found["optimizer"])
     yield "read", (found["x"], found["step"])
     yield "the same step", (expected, run.step(found["x"], y))
     yield "model", run.model

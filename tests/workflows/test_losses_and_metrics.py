@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from workflows.harness import EMPTY, MESH, TWO, Given, Programs, check
-from workflows.models import UNet, classes, classifier, drawn, images, mlp, tokens, transformer
+from workflows.models import UNet, classes, classifier, drawn, images, mlp, transformer
 
 PROGRAMS = Programs()
 # Pixels of an image that is cut along both sides are in no order that ranks could keep.
@@ -23,9 +23,7 @@ FLATTENED = {MESH: r"several of its dims are sharded|does not stay a dim of the 
 def batches(given: Given, count: int = 3) -> list[tuple[Tensor, Tensor]]:
     """Images and the class of each pixel; the last batch is smaller."""
     sizes = [3] * (count - 1) + [2]
-    return [
-        (given(images(seed)[:n], 2, 3), given(classes(n, 13, 11, seed=seed), 1, 2)) for seed, n in enumerate(sizes)
-    ]
+    return [(given(images(seed)[:n], 2, 3), given(classes(n, 13, 11, seed=seed), 1, 2)) for seed, n in enumerate(sizes)]
 
 
 # -- metrics -----------------------------------------------------------------------------------------------------------
@@ -366,7 +364,7 @@ def losses_of_regression(given: Given) -> Iterator[tuple[str, Any]]:
         filled = torch.nan_to_num(y)
         masked = ((out[:, :1] - filled) ** 2 * known).sum() / known.sum()
         picked = (out[:, :1][known] - y[known]).abs().mean()
-        spectrum = (torch.fft.rfft2(out[:, :1], norm="ortho").abs() - torch.fft.rfft2(filled, norm="ortho").abs())
+        spectrum = torch.fft.rfft2(out[:, :1], norm="ortho").abs() - torch.fft.rfft2(filled, norm="ortho").abs()
         slopes = [(out.diff(dim=d) - filled.diff(dim=d)).abs().mean() for d in (2, 3)]
         quantiles = torch.tensor([0.1, 0.5, 0.9]).view(1, 3, 1, 1)
         error = filled - out[:, 1:]
