@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import fsdp
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import Placement
 
@@ -33,6 +33,7 @@ from ..dispatch.planning import spec_of
 from ..layout.placements import AxisLayout, given_mesh
 from ..ranks.equal_values import synchronize
 from .domain_parallel import DomainParallel
+from .units import shard_by_units
 
 __all__ = [
     "DomainParallel",
@@ -85,12 +86,14 @@ def parallelize(
         shard: axes over which FSDP2 shards weights, gradients and optimizer state; default: the data axis. With the
             domain axis as well, every rank keeps ``1 / (data * domain)`` of them. With ``()`` there is no FSDP2: wrap
             the model in DDP over ``mesh[data]`` yourself.
-        units: classes of modules that FSDP2 gathers one at a time.
+        units: classes of modules that FSDP2 gathers one at a time. A unit's parameters have one dtype; those of other
+            dtypes get units of their own, see [Note: dtypes of units] in units.py.
         spmd: whether weights are DTensors on all axes (torch 2.13 or newer), see [Note: whose gradients].
         options: for ``fully_shard``, such as ``reshard_after_forward`` and ``mp_policy``.
 
     Raises:
-        ValueError: axes that are not in the mesh, or that cannot be combined.
+        ValueError: axes that are not in the mesh, or that cannot be combined; a module that holds parameters of several
+            dtypes, which no unit can have.
 
     Example::
 
@@ -120,10 +123,16 @@ def parallelize(
         _distribute(model, mesh)
         contribute_gradients(model)
         steps.append(f"weights: DTensors on {_named(mesh, axes)}; gradients are contributions")
+    about_units: tuple[str, ...] = ()
     if shard or spmd:
         _check_no_empty_shard(model)
-        _fully_shard(model, units, mesh if spmd else _fsdp_mesh(mesh, shard, data), spmd, options)
-    steps += _about_gradients(model, data, shard, copies, spmd)
+        about_units = shard_by_units(model, units, mesh if spmd else _fsdp_mesh(mesh, shard, data), options)
+        for module in model.modules():
+            if spmd and isinstance(module, FSDPModule):
+                # Contributions add up to the gradient of the global batch's loss, so nothing is to be divided.
+                module.set_gradient_divide_factor(1.0)
+                module.set_force_sum_reduction_for_comms(True)
+    steps += [*_about_gradients(model, data, shard, copies, spmd), *about_units]
     steps.append(_about_inputs(axes, data, domain, tensor, spmd))
     return Parallelized(inputs, tuple(steps))
 
@@ -173,19 +182,6 @@ def _check_no_empty_shard(model: nn.Module) -> None:
                         f"{name} {tuple(parameter.shape)} is sharded {sizes} on mesh dim {m}: FSDP2 takes no empty "
                         "shards; shard it over fewer ranks, or not at all"
                     )
-
-
-def _fully_shard(
-    model: nn.Module, units: Sequence[type], mesh: DeviceMesh, spmd: bool, options: dict[str, Any]
-) -> None:
-    inner = [m for m in model.modules() if m is not model and isinstance(m, tuple(units))]
-    for module in (*reversed(inner), model):  # from the inside out, as fully_shard wants it
-        fully_shard(module, mesh=mesh, **options)
-    for module in model.modules():
-        if spmd and isinstance(module, FSDPModule):
-            # Contributions add up to the gradient of the global batch's loss, so nothing is to be divided.
-            module.set_gradient_divide_factor(1.0)
-            module.set_force_sum_reduction_for_comms(True)
 
 
 def clip_grad_norm_(
