@@ -46,7 +46,7 @@ def shard_by_units(
         if others := set(module.parameters()).difference(parameters):
             own["ignored_params"] = others
         policy = options.get("mp_policy", MixedPrecisionPolicy())
-        if dtype is not None and dtype.is_complex:  # torch would reduce the real parts alone
+        if dtype is not None and dtype.is_complex:  # torch puts complex gradients into no real buffer
             own["mp_policy"] = policy = replace(policy, param_dtype=None, reduce_dtype=None)
         if module is not model and not isinstance(module, tuple(classes)):  # of the model, but for its dtype
             own["mp_policy"] = replace(policy, cast_forward_inputs=False, output_dtype=None)
