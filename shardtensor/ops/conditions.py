@@ -57,7 +57,6 @@ _CONDITIONS = {
     "sorting.histogram": {"histogram": "bins or weights of histogram that would have to be gathered"},
     "sorting.sort": {"mode": "mode if no free dim is as long as the number of ranks"},
     "sorting.unique": {"": "unique of all elements sharded on several mesh dims"},
-    "spatial.grid_sample": {"": _PLANES},
     "spatial.interpolate": {"": "smooth resampling of integers"},
     "spatial.pad": {"": "circular padding that crops one side and wraps around the rest more than once"},
     "spatial.unfold": {

@@ -269,7 +269,6 @@ NETWORKS = {
 }
 REFUSED = {
     "CompressiveSpectralImaging": "conv2d: the parameter is sharded",
-    "Tomography": "grid_sample: dim 2 of operand 0 must be unsharded",
 }
 
 

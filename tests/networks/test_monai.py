@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from networks.oracle import Network, check, check_refused, integers, names, text
+from networks.oracle import Network, check, integers, names, text
 from networks.programs import drawn_whole
 from shardtensor.testing import run_distributed
 
@@ -49,7 +49,6 @@ NETWORKS: dict[str, Network] = {
         (1, 1, 32, 32, 32),
     ),
 }
-
 
 
 # -- on images, and with what surrounds a network: codes, conditions, class ids, discriminators ------------------------
@@ -219,14 +218,8 @@ NETWORKS |= {
         3,
     ),
 }
-REFUSED = {"VoxelMorph": "grid_sample: dim 2 of operand 0 must be unsharded"}
 
 
-@pytest.mark.parametrize("name", names([name for name in NETWORKS if name not in REFUSED]))
+@pytest.mark.parametrize("name", names(NETWORKS))
 def test_networks_are_exact(name):
     run_distributed(check, 2, __name__, name, timeout=300.0)
-
-
-@pytest.mark.parametrize("name", names(REFUSED))
-def test_what_is_refused_is_refused_on_every_rank(name):
-    run_distributed(check_refused, 2, __name__, name, timeout=300.0)

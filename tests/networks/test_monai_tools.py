@@ -277,7 +277,6 @@ NETWORKS = {**LOSSES, **INFERENCE, **METRICS, **FILTERS}
 AS_ARRAY = "numpy: no rank holds all values"
 AS_SUBCLASS = "as_subclass: a ShardTensor cannot be of class MetaTensor, too"
 REFUSED = {
-    "DVF2DDF": "grid_sample: dim 2 of operand 0 must be unsharded",
     "LogHausdorffDTLoss": AS_ARRAY,
     "compute_roc_auc": AS_ARRAY,
     "compute_hausdorff_distance": AS_SUBCLASS,
