@@ -9,8 +9,8 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import cache
 from inspect import unwrap
-from types import FunctionType
 from traceback import walk_stack
+from types import FunctionType
 from typing import Any
 
 import torch
