@@ -8,17 +8,22 @@ from typing import SupportsIndex
 import torch
 from torch import Tensor
 
+from ..._compat.c10d import group_along
+from ...communication.redistribute import all_gather
+from ...dispatch.found import INDICES
 from ...dispatch.planning import AtenCall, AtenPlan
-from ...dispatch.registry import DECLINED
-from ...dispatch.tensor import ShardTensor
+from ...dispatch.registry import DECLINED, register
+from ...dispatch.tensor import ShardTensor, wrap
 from ...layout.spec import ShardTensorSpec
 from ...operators.declaration import Arguments, Composed, operator
+from ...ranks.cuda_graphs import check_has_values
+from ..common.alignment import is_sharded, reduced_value
 from .view import carry, dim_of
 
 _aten = torch.ops.aten
 
 
-@operator(torch.repeat_interleave, Tensor.repeat_interleave, tensors="input repeats", partial="input repeats")
+@operator(torch.repeat_interleave, Tensor.repeat_interleave, tensors="input repeats", partial="input")
 def _repeat_interleave(
     call: Arguments,
     input: ShardTensorSpec,
@@ -27,28 +32,44 @@ def _repeat_interleave(
     *,
     output_size: int | None = None,
 ) -> Composed:
-    """A number of repeats stays with the owners; numbers for each entry are an index."""
+    """A number of repeats stays with the owners; numbers for each entry are an index, sharded as they are."""
     d = 0 if dim is None else dim_of(input, dim)
-    if not input.sharded_dims() or repeats is None or d is None:
+    sharded = [spec for spec in (input, repeats) if isinstance(spec, ShardTensorSpec) and spec.sharded_dims()]
+    if repeats is None or d is None or not sharded:
         return DECLINED
     if not isinstance(repeats, ShardTensorSpec):
         return Composed(lambda x, _: _each_repeated(x.reshape(-1) if dim is None else x, d, repeats))
-    if not repeats.is_replicate():
-        raise call.refuse(
-            "the length of the result depends on the values of sharded repeats",
-            "redistribute the repeats to Replicate()",
-        )
 
-    def repeat(x: Tensor, places: ShardTensor) -> Tensor:
+    def repeat(x: Tensor, counts: ShardTensor) -> Tensor:
         x = x.reshape(-1) if dim is None else x
-        values = places.to_local()
-        if values.numel() == 1:
-            return _each_repeated(x, d, int(values))
-        if values.ndim != 1 or values.numel() != x.shape[d]:
+        if counts.numel() == 1:
+            return _each_repeated(x, d, int(counts))
+        if counts.ndim != 1 or counts.numel() != x.shape[d]:
             raise RuntimeError("repeats must have the same size as input along dim")
+        values = counts if is_sharded(counts) else counts.to_local()
         return torch.index_select(x, d, torch.repeat_interleave(values, output_size=output_size))
 
     return Composed(repeat)
+
+
+# The shape of the result depends on data, so there is no plan.
+@register(_aten.repeat_interleave.Tensor)
+def _numbers_repeated(counts: ShardTensor, *, output_size: int | None = None) -> ShardTensor:
+    """The number of each entry, as often as the entry says, with its owner."""
+    if not counts._spec.sharded_dims() or counts.ndim != 1 or counts.dtype not in INDICES:
+        return DECLINED
+    check_has_values("repeat_interleave", counts)
+    local, spec = reduced_value(counts)
+    m, (start, _) = spec.sharded_dims()[0], spec.own_interval(0)
+    mine = torch.stack([local.sum(), (local < 0).sum()])
+    totals, negative = zip(*all_gather(mine, group_along(spec.mesh, m)).tolist(), strict=True)
+    if any(negative):
+        raise RuntimeError("repeats can not be negative")
+    if output_size is not None and output_size != sum(totals):
+        raise RuntimeError(f"repeat_interleave: output_size is {output_size}, but the repeats add up to {sum(totals)}")
+    numbers = torch.repeat_interleave(local, output_size=totals[spec.coordinate[m]]) + start
+    shape, sizes = (sum(totals),), {m: totals}
+    return wrap(numbers, ShardTensorSpec.make(spec.mesh, spec.placements, shape, counts.dtype, shard_sizes=sizes))
 
 
 def _each_repeated(x: Tensor, d: int, repeats: int) -> Tensor:

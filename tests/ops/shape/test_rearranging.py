@@ -368,3 +368,49 @@ def by_place(sizes):
 @pytest.mark.parametrize("sizes", [(8, 4), pytest.param((0, 7, 5), marks=pytest.mark.slow)], ids=str)
 def test_elements_by_their_places_in_memory_are_those_of_one_device(sizes):
     run_distributed(by_place, len(sizes), sizes)
+# -- repeats for each entry, of which each rank knows its own -------------------------------------------------------
+
+
+def repeated(x, counts):
+    numbers = torch.repeat_interleave(counts)
+    rows = x.repeat_interleave(counts, 0, output_size=numbers.shape[0])
+    return rows.exp() * numbers.unsqueeze(1), x.sum(1).repeat_interleave(counts), (numbers * rows[:, 0]).sum()
+
+
+def check_repeats(mesh_shape, of_rows, of_counts):
+    torch.manual_seed(0)
+    x, counts = torch.randn(8, 3, dtype=torch.float64), torch.tensor([1, 0, 2, 3, 0, 0, 4, 1])
+    (places, sizes), (its_places, its_sizes) = of_rows, of_counts
+    for numbers in (counts, counts.int(), torch.zeros_like(counts)):
+        assert_matches_unsharded(
+            repeated, x, numbers, mesh_shape=mesh_shape, placements=[places, its_places], shard_sizes=[sizes, its_sizes]
+        )
+
+
+ALONG = [
+    (2, ([Shard(0)], {0: (5, 3)}), ([Shard(0)], {0: (5, 3)})),
+    (2, ([Shard(0)], {0: (1, 7)}), ([Shard(0)], {0: (8, 0)})),
+    (3, ([Shard(1)], None), ([Shard(0)], {0: (2, 0, 6)})),
+    (3, (None, None), ([Shard(0)], {0: (0, 3, 5)})),
+    (3, ([Shard(0)], {0: (2, 5, 1)}), (None, None)),
+    ((2, 2), ([Shard(0), Shard(1)], {0: (5, 3), 1: (1, 2)}), ([Replicate(), Shard(0)], {1: (4, 4)})),
+]
+
+
+@pytest.mark.parametrize("case", [*ALONG[:3], *[pytest.param(case, marks=pytest.mark.slow) for case in ALONG[3:]]])
+def test_repeats_of_each_entry(case):
+    run_distributed(check_repeats, 4 if case[0] == (2, 2) else case[0], *case)
+
+
+def repeat_wrongly(counts, output_size):
+    counts = shard(torch.tensor(counts), shared_mesh(2), [Shard(0)], {0: (3, 1)})
+    torch.repeat_interleave(counts, output_size=output_size)
+
+
+@pytest.mark.parametrize(
+    ("counts", "size", "match"), [([1, 2, 0, -1], None, "can not be negative"), ([1, 2, 0, 1], 5, "add up to 4")]
+)
+def test_wrong_repeats_raise_on_every_rank(counts, size, match):
+    for error in run_expecting_errors(repeat_wrongly, 2, counts, size):
+        with pytest.raises(RuntimeError, match=match):
+            raise error
