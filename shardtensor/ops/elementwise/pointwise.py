@@ -39,7 +39,7 @@ from ...layout.placements import AxisLayout
 from ...layout.spec import ShardTensorSpec
 from ...layout.strides import dense_stride
 from ...operators.declaration import Arguments, Composed, operator
-from ..common.alignment import common_layout, fit, fitted_parts, with_own_parts
+from ..common.alignment import common_layout, fit, fitted_parts, plain_operands, with_own_parts
 from ..interop import item
 
 _aten = torch.ops.aten
@@ -48,7 +48,7 @@ _aten = torch.ops.aten
 # Elementwise, but not tagged as such by torch, in some releases at least: aten operators, or overloads of them.
 _UNTAGGED = """
     __irshift__ _prelu_kernel _prelu_kernel_backward _to_copy alias_copy celu complex copy.default copy_.default
-    elu_backward
+    elu_backward fake_quantize_per_channel_affine_cachemask_backward fake_quantize_per_tensor_affine_cachemask_backward
     fill fill_ floor_divide floor_divide_ hardshrink_backward hardsigmoid_backward hardswish hardswish_
     hardswish_backward hardtanh_backward leaky_relu leaky_relu_ leaky_relu_backward log_sigmoid_backward
     masked_fill.Tensor masked_fill_ mish_ mish_backward native_dropout_backward polar.default rsub softplus_backward
@@ -178,6 +178,41 @@ def _target(call: AtenCall, current: dict[Path, ShardTensorSpec], inplace: bool)
 
 # torch does not run it on meta tensors.
 operator(_aten.glu_jvp.default, meta=lambda glu, x, dx, dim: torch.empty_like(glu))(pointwise_plan)
+
+
+def _like_fake_quantized(x: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    """New tensors for the values and where they were in range. torch does not run these on meta tensors either."""
+    return torch.empty_like(x), torch.empty_like(x, dtype=torch.bool)
+
+
+operator(
+    _aten.fake_quantize_per_tensor_affine_cachemask.default,
+    _aten._fake_quantize_per_tensor_affine_cachemask_tensor_qparams.default,
+    meta=_like_fake_quantized,
+)(pointwise_plan)
+
+
+@operator(_aten.fake_quantize_per_channel_affine_cachemask.default, meta=_like_fake_quantized)
+def _fake_quantize_channels(call: AtenCall) -> AtenPlan:
+    """Scales and zero points belong to the entries of one dim of the tensor."""
+    current, axis = call.reduced(), call.args[3]
+    target = current.get((0,)) or plain_operands(call)[(0,)]
+
+    def along(spec: ShardTensorSpec) -> ShardTensorSpec:
+        m = target.sharded_dims().get(axis)
+        return (
+            spec.replicated() if m is None else spec.replicated().with_axes({m: AxisLayout(Shard(0), target.sizes[m])})
+        )
+
+    parts = {path: along(spec) for path, spec in plain_operands(call).items() if path != (0,)}
+    targets = {path: target if path == (0,) else along(spec) for path, spec in current.items()}
+    outputs = tuple(target.replace(meta=meta_of(t)) for t in call.meta)
+
+    def quantize(x: Tensor, scale: Tensor, *others: Any) -> Sequence[Tensor]:
+        # torch looks for the least zero point, of which a shard may have none.
+        return call.func(x, scale, *others) if scale.numel() else _like_fake_quantized(x)
+
+    return call.plan(outputs, targets, call=with_own_parts(quantize, parts))
 
 
 @default_rule("elementwise")

@@ -20,7 +20,7 @@ from ...dispatch.tensor import ShardTensor, promote, wrap
 from ...layout.spec import ShardTensorSpec
 from ...operators.declaration import operator
 from ...ranks.cuda_graphs import OUTSIDE, check_has_values
-from ..common.alignment import free_dims, redistributed, reduced_value, replicated
+from ..common.alignment import as_operand, free_dims, is_sharded, redistributed, reduced_value, replicated
 from ..common.reduce import rank_reduction
 from ..reduction.reductions import reduction_plan
 
@@ -55,6 +55,15 @@ def _weights(op: str, weight: Tensor | None, spec: ShardTensorSpec) -> Tensor | 
         return None
     given = ShardTensor.from_dtensor(weight) if isinstance(weight, DTensor) else promote(weight, spec.mesh)
     return redistributed(op, given, given._spec.with_layout(spec.layout))._local_tensor
+
+
+def _like_weights(op: str, x: Tensor, weights: Tensor | None) -> Tensor:
+    """The elements, or points. Where every rank has them, but not their weights, each takes those of its weights."""
+    if not is_sharded(weights) or is_sharded(x) or x.shape[: weights.ndim] != weights.shape:  # type: ignore[union-attr]
+        return x
+    spec = spec_of(weights)  # type: ignore[arg-type]
+    elements = as_operand(x, spec.mesh)
+    return redistributed(op, elements, elements._spec.with_layout(spec.for_gradient().layout))
 
 
 def _range(x: Tensor, spec: ShardTensorSpec, columns: bool = False) -> Tensor:
@@ -102,6 +111,7 @@ def _histc(x: ShardTensor, bins: int = 100, min: float = 0, max: float = 0) -> S
 def _histogram(
     x: Tensor, bins: int | Tensor = 100, *, range: Range = None, weight: Tensor | None = None, density: bool = False
 ) -> tuple[ShardTensor, ShardTensor]:
+    x = _like_weights("histogram", x, weight)
     if not isinstance(x, DTensor) or spec_of(x).is_replicate():
         return DECLINED
     _check_weight("histogram", weight, x.shape)
@@ -127,9 +137,10 @@ def _edges(x: Tensor, spec: ShardTensorSpec, bins: Sequence[int], range: Range) 
 
 @register(_aten._histogramdd_bin_edges.default)
 def _bin_edges(
-    x: ShardTensor, bins: Sequence[int], *, range: Range = None, weight: Tensor | None = None, density: bool = False
+    x: Tensor, bins: Sequence[int], *, range: Range = None, weight: Tensor | None = None, density: bool = False
 ) -> list[ShardTensor]:
-    if spec_of(x).is_replicate():
+    x = _like_weights("histogramdd", x, weight)
+    if not isinstance(x, DTensor) or spec_of(x).is_replicate():
         return DECLINED
     _check_weight("histogramdd", weight, x.shape[:-1])
     local, spec = _free_coordinates(x)
@@ -146,6 +157,7 @@ def _from_bins(
     density: bool = False,
 ) -> ShardTensor:
     """``bins`` are how many there are along each coordinate, or their edges."""
+    x = _like_weights("histogramdd", x, weight)
     if not isinstance(x, DTensor) or spec_of(x).is_replicate():
         return DECLINED
     _check_weight("histogramdd", weight, x.shape[:-1])
@@ -175,6 +187,7 @@ def _starts_plan(call: AtenCall) -> AtenPlan:
 @register(_aten.bincount.default)
 def _bincount(x: Tensor, weights: Tensor | None = None, minlength: int = 0) -> ShardTensor:
     """The ranks agree on the greatest number; then each has its own counts, a Partial."""
+    x = _like_weights("bincount", x, weights)
     if not isinstance(x, DTensor) or spec_of(x).is_replicate():
         return DECLINED
     check_has_values("bincount", x)

@@ -132,3 +132,27 @@ def test_errors_are_the_same_on_every_rank(case, kind, text):
     for error in run_expecting_errors(fail, 2, case):
         with pytest.raises(kind, match=text):
             raise error
+
+
+def check_weights(mesh_shape, dims, sizes):
+    """Weights may be sharded where the elements are not."""
+    torch.manual_seed(0)
+    options = options_of(mesh_shape, dims, sizes)
+    numbers, weights = torch.randint(9, (7, 3)), torch.rand(7, 3, dtype=torch.float64)
+    places = [None, options.pop("placements")]
+    if dims[0] != 1 and dims[-1] != 1:
+        check = lambda x, w: torch.bincount(x[:, 0], w[:, 0], 4)  # noqa: E731
+        assert_matches_unsharded(check, numbers, weights, placements=places, **options)
+        points = torch.randn(7, 2, dtype=torch.float64)
+        for bins in ([3, 4], [torch.linspace(-1, 1, 4).double()] * 2):
+            check = lambda x, w, b=bins: torch.histogramdd(x, b, weight=w[:, 0]).hist  # noqa: E731
+            assert_matches_unsharded(check, points, weights, placements=places, **options)
+    for bins in (4, torch.linspace(0, 9, 5).double()):
+        check = lambda x, w, b=bins: torch.histogram(x, b, weight=w).hist  # noqa: E731
+        assert_matches_unsharded(check, numbers.double(), weights, placements=places, **options)
+
+
+@NO_KERNEL
+@pytest.mark.parametrize("cut", [CUTS[0], *[pytest.param(cut, marks=pytest.mark.slow) for cut in CUTS[1:]]])
+def test_sharded_weights_of_plain_elements(cut):
+    run_distributed(check_weights, 4 if cut[0] == (2, 2) else cut[0], *cut)
