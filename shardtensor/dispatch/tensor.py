@@ -43,7 +43,7 @@ from .copies import count_writes, share_writes
 from .found import INDICES
 from .open_layouts import close
 from .plain_tensors import explain, local_size_error, writes
-from .planning import SCALARS
+from .planning import SCALARS, converted
 from .registry import FUNCTIONS, Refusal, register
 from .torch_functions import call_registered
 from .written import LISTS, MAY_BE_WRITTEN, WrittenTensor, call_on_sharded, write_to_plain
@@ -290,6 +290,14 @@ class ShardTensor(DTensor):
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def, override]
         return run(func, args, kwargs or {})
 
+    def __array_function__(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        """NumPy's functions. What calls a method with NumPy's arguments, which torch has not, gets arrays instead."""
+        try:
+            return func._implementation(*args, **kwargs)
+        except TypeError:
+            args, kwargs = converted(_as_array, args, kwargs)
+            return func(*args, **kwargs)
+
     def as_subclass(self, cls: type[Any]) -> Any:  # which torch asks no protocol for
         if isinstance(self, cls):
             return super().as_subclass(cls)
@@ -475,6 +483,10 @@ def _detach(self: Any) -> Any:
 
 
 _detached = counting_writes(Tensor.detach)
+
+
+def _as_array(a: Any) -> Any:
+    return a.__array__() if isinstance(a, ShardTensor) else a  # type: ignore[no-untyped-call]
 
 
 def import_shardtensor_first(local: Tensor, spec: ShardTensorSpec, requires_grad: bool, parameter: bool) -> ShardTensor:

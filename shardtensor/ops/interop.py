@@ -24,7 +24,7 @@ from .._compat.c10d import group_along
 from ..communication.redistribute import redistribute_local, reduced
 from ..dispatch.planning import spec_of
 from ..dispatch.registry import Refusal, register
-from ..dispatch.tensor import ShardTensor
+from ..dispatch.tensor import ShardTensor, run
 from ..errors import refuse
 from ..layout.spec import ShardTensorSpec
 from ..ranks.agreement import gather_with_history
@@ -82,8 +82,8 @@ def _check_same_part(spec: ShardTensorSpec, ranks: set[int]) -> None:
 # What would take a ShardTensor's values or memory out of torch.
 #
 # A ShardTensor has no memory of its own: torch's functions that return its address would return none, and what reads
-# there finds anything. So they are refused. One element, such as a loss, becomes its number as in ``item()``, for which
-# all ranks must take part.
+# there finds anything. So they are refused. What is not sharded, such as a sum of all elements or of each sample, is
+# reduced first, as in ``item()``, for which all ranks must take part.
 #
 # torch's own modules ask for storages and addresses, too: to tell tensors apart, for sizes, and whether there is memory
 # at all. They get a storage without memory, whose address is zero.
@@ -95,18 +95,21 @@ _aten = torch.ops.aten
 _REMEDY = "take x.full_tensor(), which gathers, or of a sharded tensor this rank's part, x.to_local()"
 
 
-def _register_export(name: str) -> None:
-    refusal = Refusal(name, __name__, "no rank holds all values", _REMEDY)
+def _register_export(name: str, remedy: str = _REMEDY) -> None:
+    refusal = Refusal(name, __name__, "no rank holds all values", remedy)
 
     @register(getattr(Tensor, name))
     def _(self: Tensor, *args: Any, **kwargs: Any) -> Any:
-        if isinstance(self, ShardTensor) and (self._spec.is_replicate() or self.numel() == 1):
+        if isinstance(self, ShardTensor) and (not self._spec.sharded_dims() or self.numel() == 1):
             return getattr(self.full_tensor(), name)(*args, **kwargs)
         return refusal(self, *args, **kwargs)
 
 
-for _name in ("numpy", "tolist", "__array__"):
+for _name in ("numpy", "tolist"):
     _register_export(_name)
+_register_export(
+    "__array__", f"call torch's function instead of NumPy's (torch.mean(x) for numpy.mean(x)), or {_REMEDY}"
+)
 for _name in ("__dlpack__", "__dlpack_device__"):
     register(getattr(Tensor, _name))(Refusal(_name, __name__, "a ShardTensor has no memory of its own", _REMEDY))
 # Modules that compare addresses, and know what zero means; the kernels that others of torch's launch do not.
@@ -140,6 +143,23 @@ def _cuda_array_interface(self: Tensor, *_: Any) -> Any:
 for _name in ("apply_", "map_", "map2_"):
     _remedy = "call it on x.to_local(), whose memory is the shard's"
     register(getattr(Tensor, _name))(Refusal(_name, __name__, "a ShardTensor has no memory of its own", _remedy))
+
+
+def _register_number(name: str, number: Callable[[Any], Any], dtypes: Callable[[torch.dtype], bool]) -> None:
+    """Python's number of one element. ``torch.tensor([loss, accuracy])`` asks for it where torch dispatches nothing."""
+
+    @register(getattr(Tensor, name))
+    def _(self: Tensor) -> Any:
+        if not isinstance(self, ShardTensor) or self.numel() != 1 or not dtypes(self.dtype):
+            return NotImplemented
+        return number(run(_aten._local_scalar_dense.default, (self,), {}))
+
+
+_register_number("__float__", float, lambda dtype: not dtype.is_complex)
+_register_number("__complex__", complex, lambda dtype: True)
+_register_number("__bool__", bool, lambda dtype: True)
+_register_number("__int__", int, lambda dtype: not dtype.is_complex)
+_register_number("__index__", int, lambda dtype: not (dtype.is_complex or dtype.is_floating_point))
 
 
 @register(Tensor.__format__)

@@ -34,6 +34,8 @@ def written(x):
 OUT = {
     "numpy": (lambda x: x.numpy(), "numpy: no rank holds all values"),
     "array": (lambda x: np.array(x), "__array__: no rank holds all values"),
+    "numpy.mean": (lambda x: np.mean(x), "(?=.*torch's function)__array__: no rank holds all values"),
+    "numpy.sqrt": (lambda x: np.sqrt(x), "(?=.*torch's function)__array__: no rank holds all values"),
     "tolist": (lambda x: x.tolist(), "tolist: no rank holds all values"),
     "torch.from_dlpack": (lambda x: torch.from_dlpack(x), "no memory of its own"),
     "numpy.from_dlpack": (lambda x: np.from_dlpack(x), "no memory of its own"),
@@ -158,3 +160,38 @@ def gathered():
 @pytest.mark.on_cpu("torch makes no arrays of tensors on devices")
 def test_an_array_of_what_is_gathered():
     assert all(run_distributed(gathered, 2))
+
+
+def reduced():
+    x = shard(torch.arange(24.0).view(2, 3, 4), shared_mesh(2), [Shard(2)], {0: (3, 1)})
+    sums, greatest = x.sum((1, 2)), x.amax((1, 2))
+    mean = x.mean()
+    with count_communication() as counted:
+        lists = [sums.tolist(), sums.numpy().tolist(), np.asarray(greatest).tolist()]
+    assert counted.collectives["all_reduce"] == 3 and counted.bytes_sent < 1000  # with what the ranks compare
+    lists += [np.mean(sums).item(), np.max(sums, axis=0).item(), np.stack([mean, mean]).tolist(), np.std(mean).item()]
+    return [*lists, np.squeeze(x).shape == x.shape and np.ndim(x) == 3]
+
+
+@pytest.mark.on_cpu("torch makes no arrays of tensors on devices")
+def test_what_is_not_sharded_is_reduced():
+    """As torch has it of plain tensors: numpy.mean(tensor) raises there, as its mean has other arguments."""
+    sums = [66.0, 210.0]
+    found = [sums, sums, [11.0, 23.0], 138.0, 210.0, [11.5, 11.5], 0.0, True]
+    assert run_distributed(reduced, 2) == [found] * 2
+
+
+def listed():
+    x = numbers()
+    loss, wrong = x.mean().requires_grad_(), (x > 1).sum()
+    tensors = torch.tensor([loss, wrong]), torch.tensor([wrong, x.max().int()]), torch.tensor([[loss], [x[5]]])
+    flags = torch.tensor([(x > 4).any(), (x > 9).any()]), torch.tensor([loss + 1j])
+    assert all(type(t) is torch.Tensor for t in (*tensors, *flags))
+    with pytest.raises(ValueError, match="only one element"):
+        torch.tensor([x, x])
+    return [t.tolist() for t in (*tensors, *flags)]
+
+
+def test_a_tensor_is_made_of_numbers():
+    expected = [[2.5, 4.0], [4, 5], [[2.5], [5.0]], [True, False], [2.5 + 1j]]
+    assert run_distributed(listed, 2) == [expected] * 2
