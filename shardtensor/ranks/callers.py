@@ -15,6 +15,11 @@ _OPERATORS = os.path.join(_PACKAGE, "ops", "")
 _LIBRARIES = (_PACKAGE, str(Path(torch.__file__).parent), "<")
 
 
+def is_of_program(file: str) -> bool:
+    """Whether this is neither torch's nor a file of this package."""
+    return not file.startswith(_LIBRARIES)
+
+
 def called_from() -> tuple[str, list[str]]:
     """The family of the operator that runs, and the lines outside of torch that led to it, innermost first.
 
@@ -25,7 +30,7 @@ def called_from() -> tuple[str, list[str]]:
         file = frame.f_code.co_filename
         if file.startswith(_OPERATORS):
             family = family or file.removeprefix(_OPERATORS).split(os.sep)[0]
-        elif not file.startswith(_LIBRARIES):
+        elif is_of_program(file):
             lines.append(f"{file}:{line}")
     return family, lines
 
@@ -45,6 +50,6 @@ def raised_at(traceback: TracebackType | None) -> str:
     found = ""
     for frame, line in walk_tb(traceback):
         file = frame.f_code.co_filename
-        if not file.startswith(_LIBRARIES):
+        if is_of_program(file):
             found = f"{file}:{line}"
     return found

@@ -34,6 +34,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from traceback import walk_tb
 from types import TracebackType
 from typing import Any
 
@@ -44,6 +45,7 @@ from .._compat.c10d import default_store, never_destroy_groups
 from .._compat.replaced import replace
 from .._compat.terminate import before_termination, stop_thread
 from ..errors import LostRankError, RanksDiffer, ThreadConflict
+from . import blocked
 from .callers import called_from, raised_at
 from .history import as_text, at_conflict, at_first, before_each, counts, here, known_difference, last_entry
 
@@ -94,6 +96,7 @@ def watch() -> None:
         atexit.register(_say_ended)
         before_termination("gloo", _hold)
     _post, _raised, _store_answers[0] = _Post(), None, True
+    blocked.watch(_post.rank, _post.store)
 
 
 def _note_fork() -> None:
@@ -134,7 +137,9 @@ def _say_uncaught(kind: type[BaseException], error: BaseException, traceback: Tr
         post, what = _post, f"raised {_described(error)}"
         world = dist.group.WORLD
         if world is not None and isinstance(error, RuntimeError) and _is_of_transport(error):
-            _log.error("%s", lost(world, error))  # in what other packages communicate
+            wait = blocked.wait_in(frame for frame, _ in reversed(list(walk_tb(traceback))))
+            where = wait.place if wait else f"communication ({raised_at(traceback)})"  # of other packages
+            _log.error("%s", lost(world, error, where))
         _ask(lambda: post.say(what))
     _previous_hook[0](kind, error, traceback)
 
@@ -230,7 +235,7 @@ def check_raised(group: dist.ProcessGroup) -> None:
         return  # so did this one, and has gone on
     for rank, said in found.items():
         if said.get("operator") in waits_in and said["counts"].get(name, 0) == before:
-            raise _error(name, f"rank {rank} {said['what']}", None)
+            raise _error(_where(name), f"rank {rank} {said['what']}", None)
     if _thrown is not None and time.monotonic() > _thrown + GRACE:
         raise lost(group, RuntimeError(_THROWN))
 
@@ -242,7 +247,7 @@ def _conflict(group: dist.ProcessGroup, why: str) -> LostRankError:
     if (post := _post) is not None:
         others = _others(group, post.rank)
         _ask(lambda: _in_time(lambda: all((post.said_by(r) or {}).get("conflict") == name for r in others)))
-    return _error(name, why, None)
+    return _error(_where(name), why, None)
 
 
 def _difference(group: dist.ProcessGroup, post: _Post) -> str | None:
@@ -287,13 +292,18 @@ def communicating(group: dist.ProcessGroup) -> Iterator[None]:
         raise lost(group, error) from error
 
 
-def lost(group: dist.ProcessGroup, error: RuntimeError) -> LostRankError:
-    """The error to raise where communication in ``group`` has failed with ``error``. Takes some seconds."""
+def lost(group: dist.ProcessGroup, error: RuntimeError, where: str = "") -> LostRankError:
+    """The error to raise where communication in ``group`` has failed with ``error``. Takes some seconds.
+
+    Args:
+        where: in what; by default what this rank has begun last.
+    """
     if isinstance(error, LostRankError):
         return error
+    where = where or _where(group.group_name)
     if _post is None:
-        return _error(group.group_name, _first_line(error), None)
-    waits = f"failed in {_where(group.group_name)}"
+        return _error(where, _first_line(error), None)
+    waits = f"failed in {where}"
     # At once: who starts the ranks may end them all as soon as one has died.
     _log.error("rank %d %s: %s. Asking the other ranks why", _post.rank, waits, _first_line(error))
     post, others = _post, _others(group, _post.rank)
@@ -301,7 +311,10 @@ def lost(group: dist.ProcessGroup, error: RuntimeError) -> LostRankError:
     reachable = _ask(lambda: _say_and_wait(post, waits, others, found))
     said = {rank: _in_words(theirs) for rank, theirs in found.items()}
     parts = [f"rank {rank} {'failed there as well' if what == waits else what}" for rank, what in said.items()]
-    silent = [rank for rank in others if rank not in said]
+    waiting_in: dict[int, str] = {}
+    _ask(lambda: waiting_in.update(blocked.blocked(post.store, (rank for rank in others if rank not in said))))
+    parts += [f"rank {rank} waits in {place}" for rank, place in waiting_in.items()]
+    silent = [rank for rank in others if rank not in said and rank not in waiting_in]
     if not reachable:
         parts.append(
             "the store by which the ranks found each other does not answer: its host, rank 0's or that of who started "
@@ -311,7 +324,7 @@ def lost(group: dist.ProcessGroup, error: RuntimeError) -> LostRankError:
         has, it = ("ranks {} have", "they were") if len(silent) > 1 else ("rank {} has", "it was")
         named = has.format(", ".join(map(str, silent)))
         parts.append(f"{named} said nothing: {it} killed, frozen, busy elsewhere, or cut off")
-    return _error(group.group_name, "; ".join(parts), _first_line(error))
+    return _error(where, "; ".join(parts), _first_line(error))
 
 
 def _in_words(said: dict[str, Any]) -> str:
@@ -369,9 +382,9 @@ def _where(group: str) -> str:
     return last_entry(group) + (f" ({lines[0]})" if lines else "")
 
 
-def _error(group: str, why: str, transport: str | None) -> LostRankError:
+def _error(where: str, why: str, transport: str | None) -> LostRankError:
     heard = f" The transport says: {transport}" if transport else ""
     return LostRankError(
-        f"rank {dist.get_rank()}: {_where(group)} was not completed: {why}. The process group cannot be used any more; "
+        f"rank {dist.get_rank()}: {where} was not completed: {why}. The process group cannot be used any more; "
         f"end the program, and restart it from a checkpoint.{heard}"
     )

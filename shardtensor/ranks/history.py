@@ -314,7 +314,7 @@ def known_difference(texts: Mapping[int, str]) -> str | None:
 def _not_the_same(told: Mapping[int, _Told]) -> str:
     logs = {rank: one.entries for rank, one in told.items()}
     numbers = sorted(set.intersection(*(set(log) for log in logs.values())))
-    total = _by_rank({rank: f"{one.state[0]} times" for rank, one in told.items()})
+    total = by_rank({rank: f"{one.state[0]} times" for rank, one in told.items()})
     return (
         f"the ranks have not done the same ({total}): {_first_difference(logs, numbers)}. Every rank must call the "
         "same operators in the same order, with the same plain values. Look for an operator, or a step, that only some "
@@ -361,7 +361,7 @@ def _first_unequal(values: Mapping[int, Mapping[tuple[str, str, int], _Value]]) 
     if not found:
         return None
     what = next(iter(found[0].values())).what
-    shown = _by_rank({r: f"{v.shape} with the digest {v.summary[0] % 2**64:016x}" for r, v in found[0].items()})
+    shown = by_rank({r: f"{v.shape} with the digest {v.summary[0] % 2**64:016x}" for r, v in found[0].items()})
     more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
     return (
         f"plain tensors differ between ranks: {what} is {shown}{more}. "
@@ -376,10 +376,11 @@ def _first_difference(logs: Mapping[int, Mapping[int, tuple[int, str]]], numbers
     last = numbers[-1] + 1
     first = next((n for n in numbers if len({log[n][1] for log in logs.values()}) > 1), last)
     seen = {rank: log[first][1] if first in log else "not made" for rank, log in logs.items()}
-    return f"number {first} was {_by_rank(seen)}"
+    return f"number {first} was {by_rank(seen)}"
 
 
-def _by_rank(texts: Mapping[int, str]) -> str:
+def by_rank(texts: Mapping[int, str]) -> str:
+    """The texts, each with its ranks."""
     having: dict[str, list[int]] = {}
     for rank, text in texts.items():
         having.setdefault(text, []).append(rank)
