@@ -206,8 +206,10 @@ def plan_prod(
     dims = reduced_dims(dim, len(input.shape))
     dtype = kernel_dtype(call, torch.prod, input, dtype=dtype)
     along = () if dim is None else (dims[0], keepdim)
-    meta = call.returned(torch.prod, input, *along, dtype=dtype)
-    return ProductPlan(input, reduced_spec(input, meta, dims, keepdim, "product"), dims, keepdim)
+    out = reduced_spec(input, call.returned(torch.prod, input, *along, dtype=dtype), dims, keepdim, "product")
+    if not mesh_dims_of(input, dims):  # each rank has all factors, so autograd's gradient can be differentiated again
+        return LocalPlan(lambda x: x.prod(*along, dtype=dtype), out)
+    return ProductPlan(input, out, dims, keepdim)
 
 
 # -- trace ---------------------------------------------------------------------------------------------------------

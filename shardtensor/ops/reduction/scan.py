@@ -22,6 +22,7 @@ from ...dispatch.registry import DECLINED
 from ...dispatch.tensor import ShardTensor, as_gradient, wrap
 from ...layout.spec import ShardTensorSpec
 from ...operators.declaration import Arguments, Composed, operator
+from ...operators.plan import LocalPlan, Plan
 from ..common.alignment import wide_dtype
 from ..common.reduce import check_dtype, kernel_dtype, mesh_dims_of, plain_tuple, plan_picking, reduced_dims
 
@@ -42,19 +43,17 @@ def _scanned(x: Tensor, spec: ShardTensorSpec, dim: int, kind: str, dtype: torch
     scan, combine, neutral = _SCANS[kind]
     x = x.to(wide_dtype(dtype))
     done = scan(x.flip(dim), dim) if reverse else scan(x, dim)
-    m = spec.sharded_dims().get(dim)
-    if m is not None:
-        n = done.shape[dim]
-        row = [1 if d == dim else size for d, size in enumerate(done.shape)]
-        total = done.narrow(dim, n - 1, 1) if n else done.new_full(row, neutral)
-        totals = all_gather(total, group_along(spec.mesh, m))
-        here = spec.coordinate[m]
-        before = list(totals[here + 1 :].flip(0) if reverse else totals[:here])
-        if before:
-            carried = before[0]
-            for t in before[1:]:
-                carried = combine(carried, t)
-            done = combine(done, carried)
+    m, n = spec.sharded_dims()[dim], done.shape[dim]
+    row = [1 if d == dim else size for d, size in enumerate(done.shape)]
+    total = done.narrow(dim, n - 1, 1) if n else done.new_full(row, neutral)
+    totals = all_gather(total, group_along(spec.mesh, m))
+    here = spec.coordinate[m]
+    before = list(totals[here + 1 :].flip(0) if reverse else totals[:here])
+    if before:
+        carried = before[0]
+        for t in before[1:]:
+            carried = combine(carried, t)
+        done = combine(done, carried)
     return (done.flip(dim) if reverse else done).to(dtype)
 
 
@@ -150,22 +149,27 @@ def _of_logsumexp(x: Tensor, out: Tensor, grad: Tensor, dim: int) -> Tensor:
 @operator(torch.cumsum, Tensor.cumsum, torch.cumprod, Tensor.cumprod, tensors="input")
 def plan_sum_or_product(
     call: Arguments, input: ShardTensorSpec, dim: int, *, dtype: torch.dtype | None = None
-) -> Composed:
+) -> Plan:
     if not input.shape:
         return DECLINED
     (along,) = reduced_dims(dim, len(input.shape))
-    dtype = kernel_dtype(call, getattr(torch, call.name), input, along, dtype=dtype)
+    function = getattr(torch, call.name)
+    dtype = kernel_dtype(call, function, input, along, dtype=dtype)
+    if not mesh_dims_of(input, [along]):
+        return LocalPlan(lambda x: function(x, along, dtype=dtype), input.with_dtype(dtype))
     if call.name == "cumsum":
         return Composed(lambda x: _CumulativeSum.apply(x, along, dtype, False))
     return Composed(lambda x: _DifferentiatedOnce.apply(x, along, dtype, "product"))
 
 
 @operator(torch.logcumsumexp, Tensor.logcumsumexp, tensors="input")
-def plan_logcumsumexp(call: Arguments, input: ShardTensorSpec, dim: int) -> Composed:
+def plan_logcumsumexp(call: Arguments, input: ShardTensorSpec, dim: int) -> Plan:
     """That of complex numbers is differentiated by torch's formula."""
     if not input.shape or not input.tensor_meta.dtype.is_floating_point:
         return DECLINED
     (along,) = reduced_dims(dim, len(input.shape))
+    if not mesh_dims_of(input, [along]):
+        return LocalPlan(lambda x: x.logcumsumexp(along), input)
     return Composed(lambda x: _DifferentiatedOnce.apply(x, along, x.dtype, "logsumexp"))
 
 

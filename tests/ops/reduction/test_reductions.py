@@ -217,6 +217,27 @@ def check_vectors():
     assert shard(a, shared_mesh(2), [Shard(0)], {0: (7, 2)}).dot(b).placements == (Partial(),)
 
 
+def check_derivatives_of_whole_rows():
+    """Where no rank has a part of another's row, what is differentiable twice on one device is here, too."""
+    x = values()
+    x[0, 0], x[1, :2] = 0, 0
+    for function in (
+        lambda x: x.prod(2),
+        lambda x: x.cumprod(0),
+        lambda x: x.cumsum(2),
+        lambda x: x.logcumsumexp(2),
+    ):
+
+        def twice(x, function=function):
+            return torch.autograd.grad(function(x).square().sum(), x, create_graph=True)[0]
+
+        assert_matches_unsharded(twice, x, mesh_shape=2, placements=[Shard(1)], shard_sizes={0: (9, 0)})
+
+
+def test_second_derivatives_along_a_dim_that_is_not_sharded():
+    run_distributed(check_derivatives_of_whole_rows, 2)
+
+
 def test_products_of_vectors():
     run_distributed(check_vectors, 2)
 
