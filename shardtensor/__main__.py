@@ -20,7 +20,6 @@ from torch import nn
 
 import shardtensor
 
-from .observe import migrate
 from .observe.command_line import MACHINE_OPTIONS, parser
 from .observe.explain import Choice, UnfitArguments
 from .observe.machines import MACHINES
@@ -29,7 +28,7 @@ from .observe.machines import MACHINES
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; the exit status: 0, 1 where something is refused, or 2 where the arguments do not fit."""
     commands: dict[str, Callable[[argparse.Namespace], int]]
-    commands = {"explain": _explain, "advise": _advise, "migrate": migrate.show}
+    commands = {"explain": _explain, "advise": _advise}
     options = parser().parse_args(arguments)
     try:
         return commands[options.command](options)

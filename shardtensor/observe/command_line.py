@@ -7,7 +7,6 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from . import migrate
 from .machines import MACHINES
 
 if TYPE_CHECKING:
@@ -58,16 +57,6 @@ def parser() -> argparse.ArgumentParser:
         option = f"--{name.replace('_', '-')}"
         advise.add_argument(option, type=float, help=f"of the machine: {what} (default: that of the device)")
     advise.set_defaults(command="advise")
-    migrating = commands.add_parser(
-        "migrate",
-        help="the lines to change in a program that comes from elsewhere",
-        description=(migrate.__doc__ or "").split("\n\n")[0],
-    )
-    migrating.add_argument("paths", nargs="+", metavar="PATH", help="Python files, or folders of them")
-    migrating.add_argument(
-        "--only", choices=migrate.ORIGINS, help="where the program comes from; default: any of these"
-    )
-    migrating.set_defaults(command="migrate")
     return made
 
 

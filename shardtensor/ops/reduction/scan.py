@@ -147,9 +147,7 @@ def _of_logsumexp(x: Tensor, out: Tensor, grad: Tensor, dim: int) -> Tensor:
 
 
 @operator(torch.cumsum, Tensor.cumsum, torch.cumprod, Tensor.cumprod, tensors="input")
-def plan_sum_or_product(
-    call: Arguments, input: ShardTensorSpec, dim: int, *, dtype: torch.dtype | None = None
-) -> Plan:
+def plan_sum_or_product(call: Arguments, input: ShardTensorSpec, dim: int, *, dtype: torch.dtype | None = None) -> Plan:
     if not input.shape:
         return DECLINED
     (along,) = reduced_dims(dim, len(input.shape))
