@@ -47,6 +47,7 @@ from .._compat import (
 )
 from ..errors import refuse
 from .conversions import is_shard_tensor, promote, redistribute_to, to_part
+from .metrics import warn_of_state
 from .open_layouts import Take, leave_open, taken_by_index
 from .plain_tensors import writes
 from .planning import converted, flat
@@ -203,6 +204,8 @@ def write_to_plain(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[s
     if is_list and not all(type(t) in MAY_BE_WRITTEN for t in written):
         return NotImplemented
     operands = [a for a in flat(args, kwargs) if is_shard_tensor(a)]
+    if operands and not is_list:
+        warn_of_state(written, operands[0]._spec.mesh)
     if not any(a._spec.sharded_dims() for a in operands):  # every rank writes the same to its own, which stays plain
         given = converted(lambda a: _of_every_rank(a) if is_shard_tensor(a) else a, args, kwargs)
         return func(*given[0], **given[1])

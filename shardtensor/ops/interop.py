@@ -22,8 +22,9 @@ from torch.distributed.tensor import DTensor, Shard
 
 from .._compat.c10d import group_along
 from ..communication.redistribute import redistribute_local, reduced
+from ..dispatch.metrics import REMEDY, warn_of_copies
 from ..dispatch.planning import spec_of
-from ..dispatch.registry import Refusal, register
+from ..dispatch.registry import REFUSED, Refusal, register
 from ..dispatch.tensor import ShardTensor, run
 from ..errors import refuse
 from ..layout.spec import ShardTensorSpec
@@ -54,6 +55,23 @@ def _reduce_values(
             spec = spec_of(tensor)
             tensor._local_tensor.copy_(redistribute_local(value, spec.for_gradient(), spec))
     return tensors, work
+
+
+REFUSED[torch.ops.c10d.allgather_] = (
+    "the ranks have different parts of it, which would count as values of the whole",
+    f"gather it by full_tensor(). {REMEDY}",
+)
+
+
+@register(torch.ops.c10d.allgather_.default)
+def _gather_values(
+    outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], process_group: torch.ScriptObject, *_: Any, **__: Any
+) -> Any:
+    """A program may gather what every rank of a mesh has, also to divide by their number; metrics do not."""
+    for tensor in inputs:
+        if isinstance(tensor, DTensor) and not spec_of(tensor).sharded_dims():
+            warn_of_copies("torch.distributed.all_gather", dist.ProcessGroup.unbox(process_group), tensor.device_mesh)
+    return NotImplemented
 
 
 def _value(tensor: Tensor) -> Tensor:

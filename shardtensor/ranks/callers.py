@@ -6,13 +6,13 @@ import os
 import sys
 from pathlib import Path
 from traceback import walk_stack, walk_tb
-from types import TracebackType
+from types import FrameType, TracebackType
 
 import torch
 
 _PACKAGE = str(Path(__file__).parents[1])
 _OPERATORS = os.path.join(_PACKAGE, "ops", "")
-_LIBRARIES = (_PACKAGE, str(Path(torch.__file__).parent), "<")
+_LIBRARIES = (os.path.join(_PACKAGE, ""), os.path.join(Path(torch.__file__).parent, ""), "<")
 
 
 def is_of_program(file: str) -> bool:
@@ -43,6 +43,10 @@ def calling_module() -> str:
     """The module whose code calls a function or method of torch that this package has a handler for."""
     modules = (frame.f_globals.get("__name__", "") for frame, _ in walk_stack(sys._getframe(1)))
     return next((name for name in modules if not name.startswith(_BETWEEN)), "")
+def calling_frame() -> FrameType | None:
+    """The innermost frame outside of torch and of this package."""
+    frames = (frame for frame, _ in walk_stack(sys._getframe(1)))
+    return next((f for f in frames if not f.f_code.co_filename.startswith(_LIBRARIES)), None)
 
 
 def raised_at(traceback: TracebackType | None) -> str:

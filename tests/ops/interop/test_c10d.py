@@ -93,3 +93,13 @@ def sent_to_others():
 def test_other_collectives_on_shards_are_refused():
     for error in run_expecting_errors(sent_to_others, 4):
         assert isinstance(error, UnsupportedSharding) and "broadcast_" in str(error)
+
+
+def gathered():
+    dist.all_gather([whole()] * 4, on_domain(Shard(0))[0])
+
+
+def test_shards_are_not_gathered_as_values():
+    for error in run_expecting_errors(gathered, 4):
+        assert isinstance(error, UnsupportedSharding) and "the ranks have different parts of it" in str(error)
+        assert "full_tensor()" in str(error) and "sync_on_compute=False" in str(error)
