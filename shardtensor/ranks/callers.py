@@ -43,6 +43,8 @@ def calling_module() -> str:
     """The module whose code calls a function or method of torch that this package has a handler for."""
     modules = (frame.f_globals.get("__name__", "") for frame, _ in walk_stack(sys._getframe(1)))
     return next((name for name in modules if not name.startswith(_BETWEEN)), "")
+
+
 def calling_frame() -> FrameType | None:
     """The innermost frame outside of torch and of this package."""
     frames = (frame for frame, _ in walk_stack(sys._getframe(1)))

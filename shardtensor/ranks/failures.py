@@ -40,7 +40,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from .._compat import STOPS_RECOMPUTATION, backward_pass, hidden_from_program
+from .._compat import STOPS_RECOMPUTATION, backward_pass
 from .._compat.c10d import default_store, never_destroy_groups
 from .._compat.replaced import replace
 from .._compat.terminate import before_termination, stop_thread
@@ -215,7 +215,6 @@ def _say_raised(error: Exception, **more: Any) -> None:
 at_conflict.append(lambda group, error: _say_raised(error, conflict=group))  # for which they will wait for ever
 
 
-@hidden_from_program()
 def check_raised(group: dist.ProcessGroup) -> None:
     """LostRankError if a rank of the group has raised in the operator in which this one waits for it."""
     if _post is None:

@@ -95,7 +95,6 @@ def _used_on(mesh: DeviceMesh) -> _Used:
 forgets(_used_on.cache_clear)
 
 
-@hidden_from_program()
 def note_copies(
     what: str, t: Tensor, mesh: DeviceMesh, mesh_dims: Iterable[int], *, exactly: bool = False
 ) -> Tensor | None:
@@ -105,14 +104,17 @@ def note_copies(
         exactly: rounding errors count as differences.
     """
     along = [m for m in mesh_dims if mesh.size(m) > 1]
-    if not along or not wanted or not t.numel() or is_traced(t) or is_capturing(t.device):
+    if not along or not wanted or is_traced(t):
         return None
     _, lines = called_from()
     what += f" ({lines[0]}), {t.dtype}," if lines else f", {t.dtype},"
     where, tolerance = f"{zlib.crc32(repr(lines).encode()):x}", 0.0 if exactly else tolerance_of(t.dtype)
-    held = summary(t)
-    for m in along:
-        note_values(group_along(mesh, m).group_name, where, what, t.shape, tolerance, held)
+    with hidden_from_program():
+        if not t.numel() or is_capturing(t.device):
+            return None
+        held = summary(t)
+        for m in along:
+            note_values(group_along(mesh, m).group_name, where, what, t.shape, tolerance, held)
     return held
 
 

@@ -47,6 +47,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
+from .._compat import hidden_from_program
 from ..context import caller_of_backward
 from ..errors import ThreadConflict
 from ..layout.caches import forgets
@@ -259,7 +260,9 @@ def _values(log: _Log) -> list[_Value]:
     """What was noted, read from its devices."""
     for device in {v.summary.device for v in log.values if isinstance(v.summary, Tensor)}:
         there = [i for i, v in enumerate(log.values) if isinstance(v.summary, Tensor) and v.summary.device == device]
-        for i, numbers in zip(there, torch.stack([log.values[i].summary for i in there]).tolist(), strict=True):
+        with hidden_from_program():
+            read = torch.stack([log.values[i].summary for i in there]).tolist()
+        for i, numbers in zip(there, read, strict=True):
             log.values[i] = log.values[i]._replace(summary=numbers)
     return list(log.values)
 
