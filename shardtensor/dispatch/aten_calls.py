@@ -112,12 +112,7 @@ def run(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any], *, moves:
     if kwargs:
         local_args, local_kwargs = given[: len(args)], dict(zip(kwargs, given[len(args) :], strict=True))
     if plan is None:
-        try:
-            made = _planned(func, args, kwargs, key, tensors)
-        except UnsupportedSharding:
-            if not is_inplace(func) or not decide_anew(func, args, kwargs):
-                raise
-            return run(func, args, kwargs)
+        made = _planned(func, args, kwargs, key, tensors)
         if isinstance(made, _Done):
             return made.value
         plan = made
@@ -219,7 +214,12 @@ def _planned(
     """The plan of a call, made and kept; or the call's result, where that came about meanwhile."""
     if is_inplace(func):
         _check_written(func, args)
-    made = _make_plan(func, args, kwargs)
+    try:
+        made = _make_plan(func, args, kwargs)
+    except UnsupportedSharding:
+        if not is_inplace(func) or not decide_anew(func, args, kwargs):
+            raise
+        made = _Done(run(func, args, kwargs))
     plan = made.plan if isinstance(made, _Done) else made
     if plan is not None:
         if plan.call is not None and (plan.moves or not returns_view(func)):
