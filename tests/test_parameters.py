@@ -117,6 +117,24 @@ def test_ranks_may_ask_for_their_buckets_in_different_orders():
     run_distributed(last_in_different_orders, 4)
 
 
+def used_in_several_ways() -> list[list[float]]:
+    """Gradients of weights that a loss and a penalty of the input's gradient use."""
+    torch.manual_seed(0)
+    layers = nn.Conv2d(3, 6, 3, padding=1), nn.LeakyReLU(), nn.Conv2d(6, 4, 4, 2, 1), nn.SiLU(), nn.Conv2d(4, 1, 3)
+    model = nn.Sequential(*layers).double()
+    whole = torch.randn(3, 3, 13, 11, dtype=torch.float64)
+    x = shard(whole, shared_mesh(3), [Shard(2)], {0: (9, 0, 4)}, requires_grad=True)
+    (slope,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+    (model(x.flip(3)).square().mean() + slope.square().mean()).backward()
+    return [p.grad.flatten().tolist() for p in model.parameters()]
+
+
+def test_gradients_of_several_uses_have_the_same_bits_on_all_ranks():
+    """The ranks add them in one order, although their graphs, and so what is ready when, are not the same."""
+    first, *others = run_distributed(used_in_several_ways, 3)
+    assert others == [first, first]
+
+
 # An accelerator's tensors, on the CPU.
 elsewhere = mock.patch.object(weight_gradients, "_device_of", lambda t: t.device)
 

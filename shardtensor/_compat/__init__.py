@@ -13,7 +13,6 @@ import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache, partial, wraps
-from operator import methodcaller
 from typing import Any, ClassVar, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -150,9 +149,21 @@ class AutogradFunction(torch.autograd.Function, metaclass=_CalledDirectly):
     apply: ClassVar[Callable[..., Any]] = vars(torch._C._FunctionBase)["apply"]
 
 
-# Called in the forward of an autograd function, with its context: the engine runs its backward when nothing else is
-# ready. Of nodes that are it takes the one with the greatest number; they are numbered in the order of their creation.
-run_last: Callable[[Any], None] = methodcaller("_set_sequence_nr", 0)
+_LAST = 1 << 12
+_last = threading.local()
+
+
+def run_last(ctx: Any) -> None:
+    """Have the engine run this node's backward when nothing else is ready. To be called in its ``forward``.
+
+    Of nodes that are ready it takes the one with the greatest number, and of equal ones any. So the lowest numbers,
+    which this thread's other nodes do not get, are given to those that are last in the order of their creation. That
+    is the same on all ranks, which then add a weight's gradients in the same order: their sums have the same bits.
+    """
+    while ctx._sequence_nr() < _LAST and torch._C._functions.DelayedError("", 0)._sequence_nr() < _LAST:
+        pass
+    _last.number = (getattr(_last, "number", 0) + 1) % _LAST
+    ctx._set_sequence_nr(_last.number)
 
 
 # The number of the backward pass that runs in this thread; below 0 where there is none.
