@@ -220,7 +220,7 @@ def recorded(program: Program, given: Given) -> Record:
                 values.append((key, whole(each.detach()).clone() if isinstance(each, Tensor) else each))
         values.append(("the state of the random numbers", digest(torch.get_rng_state())))
         plain.append(True)
-    return Record(values, plain, {str(each.message) for each in caught})
+    return Record(values, plain, {str(each.message).partition("\n")[0] for each in caught})
 
 
 def digest(value: Any) -> str:

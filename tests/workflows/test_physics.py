@@ -83,7 +83,7 @@ def a_wave_by_separate_coordinates(given: Given) -> Iterator[tuple[str, Any]]:
 def a_flow_without_divergence(given: Given) -> Iterator[tuple[str, Any]]:
     """The loss has differences on a periodic grid, a vorticity, a spectrum, and a projection by Fourier."""
     model, x = UNet(3, 2), given(images(), 2, 3)
-    optimizer = Adam(model.parameters(), lr=0.01)
+    optimizer = SGD(model.parameters(), lr=0.1)
     kx, ky = torch.fft.fftfreq(11)[None, :], torch.fft.fftfreq(13)[:, None]
     k2 = (kx**2 + ky**2).clamp(min=1e-9)
     for step in range(2):
@@ -261,7 +261,7 @@ def shallow_water(given: Given) -> Iterator[tuple[str, Any]]:
     yield "correction", correction
 
 
-@PROGRAMS.add(rtol=1e-9)
+@PROGRAMS.add(rtol=1e-9, refused={MESH: "does not stay a dim of the result"})
 def a_fixed_point(given: Given) -> Iterator[tuple[str, Any]]:
     """An implicit layer: iterated without a graph, and its gradient iterated in a hook; Anderson's mixing."""
     layer = nn.Conv2d(3, 3, 3, padding=1)
@@ -563,7 +563,7 @@ def gradients_of_intermediate_results(given: Given) -> Iterator[tuple[str, Any]]
     skip = model.norm(model.first(x))
     skip.retain_grad()
     deep = model.inner(model.down(skip))
-    torch.autograd.graph.register_multi_grad_hook((skip, deep), lambda gs: seen.append([g.norm().item() for g in gs]))
+    torch.autograd.graph.register_multi_grad_hook((skip, deep), lambda gs: seen.append([g if g is None else g.norm().item() for g in gs]))
     out = model.last(torch.cat([skip, model.up(deep)], 1))
     out.mean().backward(retain_graph=True)
     yield "skip", skip.grad
