@@ -88,7 +88,7 @@ def muon(given: Given) -> Iterator[tuple[str, Any]]:
         yield f"model {step}", {key: p.detach().double() for key, p in model.named_parameters()}
 
 
-@PROGRAMS.add("SparseAdam of an embedding")
+@PROGRAMS.add("SparseAdam of an embedding", refused="a sparse gradient of the table")
 def sparse(given: Given) -> Iterator[tuple[str, Any]]:
     table, head = nn.Embedding(11, 4, sparse=True), nn.Linear(4, 11)
     ids, following = given(classes(3, 13, of=11), 1, 0), given(classes(3, 13, of=11, seed=3), 1, 0)

@@ -13,6 +13,7 @@ from ..._compat import TensorMeta
 from ...dispatch.planning import AtenCall, AtenPlan
 from ...dispatch.registry import DECLINED
 from ...dispatch.tensor import ShardTensor, run
+from ...errors import refuse
 from ...layout.spec import ShardTensorSpec
 from ...layout.strides import contiguous_stride
 from ...operators.declaration import Arguments, Composed, operator
@@ -113,9 +114,9 @@ def _embedding_above_autograd(
     scale_grad_by_freq: bool = False,
     sparse: bool = False,
 ) -> Composed:
-    """Of a table whose rows are sharded, or with gradients that depend on how often a row is asked for."""
+    """Of a table whose rows are sharded, with gradients that depend on how often a row is asked for, or sparse ones."""
     by_row = len(weight.shape) == 2 and indexes_a_shard(weight, [0])
-    if len(weight.shape) != 2 or not (by_row or (scale_grad_by_freq and any_sharded(input, weight))):
+    if len(weight.shape) != 2 or not (by_row or ((scale_grad_by_freq or sparse) and any_sharded(input, weight))):
         return DECLINED
     if max_norm is not None:
         raise call.refuse("max_norm writes to the table", "renormalize the table beforehand")
@@ -130,6 +131,10 @@ def _embedding_above_autograd(
         return _aten.index_put.default(zeros, list(indices), grad, True)
 
     def embed(indices: Tensor, table: Tensor) -> Tensor:
+        if sparse and not by_row and table.requires_grad and torch.is_grad_enabled():
+            reason = "a sparse gradient of the table is the same on every rank, and no rank has all of its rows"
+            remedy = "pass sparse=False, and use an optimizer of dense gradients, such as Adam instead of SparseAdam"
+            raise refuse("embedding", [indices, table], reason, remedy)
         rows = Read.apply(table, read, add, indices) if by_row else F.embedding(indices, table)
         if padding_idx is not None:
             padded = (indices == padding_idx % n).unsqueeze(-1)

@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.tensor import Partial, Replicate, Shard
 
 from shardtensor.ops.indexing.index_layout import clipped
+from shardtensor import UnsupportedSharding
 from shardtensor.testing import assert_matches_unsharded, count_communication, run_distributed, shard, shared_mesh
 
 
@@ -337,6 +338,11 @@ def values():
         t.detach()[i] = torch.ones(3)
     with pytest.raises(IndexError, match="2 values for the"):
         t.detach()[t > -100] = torch.ones(2).double()
+    some = shard(i, mesh, [Shard(0)], {0: (4, 1)})
+    with torch.no_grad():
+        assert torch.equal(F.embedding(some, plain, sparse=True).full_tensor(), plain[i])
+    with pytest.raises(UnsupportedSharding, match="sparse gradient of the table.* Remedy: pass sparse=False"):
+        F.embedding(some, plain, sparse=True)
     return True
 
 
