@@ -12,8 +12,8 @@ from spatial_cases import check_cases, data
 from torch import nn
 from torch.distributed.tensor import Partial, Replicate, Shard
 
-from shardtensor.ops.indexing.index_layout import clipped
 from shardtensor import UnsupportedSharding
+from shardtensor.ops.indexing.index_layout import clipped
 from shardtensor.testing import assert_matches_unsharded, count_communication, run_distributed, shard, shared_mesh
 
 
