@@ -147,7 +147,8 @@ def from_image_to_image(given: Given) -> Iterator[tuple[str, Any]]:
 @PROGRAMS.add()
 def cycles_of_two_generators(given: Given) -> Iterator[tuple[str, Any]]:
     """CycleGAN: two optimizers of parameters that are chained; spectral norms, instance norms, features matched."""
-    a, b = UNet(norm=False), nn.Sequential(nn.Conv2d(3, 6, 3, padding=1, bias=False), nn.InstanceNorm2d(6), nn.Conv2d(6, 3, 1))
+    a = UNet(norm=False)
+    b = nn.Sequential(nn.Conv2d(3, 6, 3, padding=1, bias=False), nn.InstanceNorm2d(6), nn.Conv2d(6, 3, 1))
     judges = nn.ModuleList(
         nn.Sequential(nn.utils.spectral_norm(nn.Conv2d(3, 4, 3)), nn.LeakyReLU(0.1), nn.Conv2d(4, 1, 3)) for _ in "ab"
     )

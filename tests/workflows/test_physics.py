@@ -563,7 +563,11 @@ def gradients_of_intermediate_results(given: Given) -> Iterator[tuple[str, Any]]
     skip = model.norm(model.first(x))
     skip.retain_grad()
     deep = model.inner(model.down(skip))
-    torch.autograd.graph.register_multi_grad_hook((skip, deep), lambda gs: seen.append([g if g is None else g.norm().item() for g in gs]))
+
+    def see(grads: Any) -> None:
+        seen.append([g if g is None else g.norm().item() for g in grads])
+
+    torch.autograd.graph.register_multi_grad_hook((skip, deep), see)
     out = model.last(torch.cat([skip, model.up(deep)], 1))
     out.mean().backward(retain_graph=True)
     yield "skip", skip.grad

@@ -341,7 +341,7 @@ def values():
     some = shard(i, mesh, [Shard(0)], {0: (4, 1)})
     with torch.no_grad():
         assert torch.equal(F.embedding(some, plain, sparse=True).full_tensor(), plain[i])
-    with pytest.raises(UnsupportedSharding, match="sparse gradient of the table.* Remedy: pass sparse=False"):
+    with pytest.raises(UnsupportedSharding, match=r"sparse gradient of the table.* Remedy: pass sparse=False"):
         F.embedding(some, plain, sparse=True)
     return True
 
