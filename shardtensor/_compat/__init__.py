@@ -160,7 +160,8 @@ def run_last(ctx: Any) -> None:
     which this thread's other nodes do not get, are given to those that are last in the order of their creation. That
     is the same on all ranks, which then add a weight's gradients in the same order: their sums have the same bits.
     """
-    while ctx._sequence_nr() < _LAST and torch._C._functions.DelayedError("", 0)._sequence_nr() < _LAST:
+    node: Any = torch._C._functions.DelayedError  # the cheapest node to make
+    while ctx._sequence_nr() < _LAST and node("", 0)._sequence_nr() < _LAST:
         pass
     _last.number = (getattr(_last, "number", 0) + 1) % _LAST
     ctx._set_sequence_nr(_last.number)
