@@ -109,6 +109,12 @@ def different_meshes(op: object, operands: Sequence[Any]) -> UnsupportedSharding
     strides = {name: n for mesh in meshes for name, n in zip(mesh.mesh_dim_names or [""], _strides(mesh))}
     names = sorted(strides, key=lambda name: -strides[name])
     shown = ", ".join(repr(name) for name in names)
+    if not any(t.shape for t in operands):  # losses, or the norms of gradients
+        remedy = (
+            "add up plain numbers, loss.full_tensor(), or clip gradients by shardtensor.parallel.clip_grad_norm_, which "
+            "takes parameters of several meshes"
+        )
+        return refuse(op, operands, f"operands live on different meshes ({_shown(meshes)})", remedy)
     remedy = "build all of them on one mesh"
     if len(names) > 1 and all(names):
         remedy += (
@@ -117,8 +123,17 @@ def different_meshes(op: object, operands: Sequence[Any]) -> UnsupportedSharding
             "'tp'], and weights by shardtensor.parallel.tensor_parallel(model, mesh['domain', 'tp'], {'up': 'colwise', "
             "'down': 'rowwise'}) instead of parallelize_module(model, mesh['tp'], ...)"
         )
-    shapes = ", ".join(dict.fromkeys(map(_axes, meshes)))
-    return refuse(op, operands, f"operands live on different meshes ({shapes})", remedy)
+    # FSDP2's are torch's own DTensors.
+    if any(p.is_shard() for t in operands if not hasattr(t, "shard_sizes") for p in t.placements):
+        remedy += (
+            ". A parameter of FSDP2 is gathered for the forward of its unit alone: call the module that holds it, and "
+            "make parametrizations before fully_shard"
+        )
+    return refuse(op, operands, f"operands live on different meshes ({_shown(meshes)})", remedy)
+
+
+def _shown(meshes: Sequence[DeviceMesh]) -> str:
+    return ", ".join(dict.fromkeys(map(_axes, meshes)))
 
 
 def _axes(mesh: DeviceMesh) -> str:

@@ -401,3 +401,18 @@ def destroyed(case):
 def test_a_mesh_whose_group_was_destroyed_is_named(case):
     for error in run_expecting_errors(destroyed, 2, case):
         assert isinstance(error, RuntimeError) and "the process group of this mesh has been destroyed" in str(error)
+
+
+def losses_of_different_meshes():
+    a, b = shared_mesh(2), shared_mesh((1, 2))
+    torch.stack([ShardTensor.from_local(torch.ones(3), a, [Shard(0)]).mean(), from_both(b).mean()])
+
+
+def from_both(mesh):
+    return ShardTensor.from_local(torch.ones(3), mesh, [Replicate(), Shard(0)])
+
+
+def test_losses_of_different_meshes_are_refused_with_what_to_call():
+    for error in run_expecting_errors(losses_of_different_meshes, 2):
+        assert "different meshes" in str(error) and "loss.full_tensor()" in str(error)
+        assert "shardtensor.parallel.clip_grad_norm_" in str(error)

@@ -119,7 +119,9 @@ def gather_dtensor():
     mesh = shared_mesh(2)
     local = torch.ones(3, 4, requires_grad=True)
     with count_communication() as forward:
-        full = DTensor.from_local(local, mesh, [Shard(0)], run_check=False).full_tensor(grad_placements=[Partial()])
+        # With a shape: without one, sizes are compared along axes along which another test has sharded unevenly.
+        part = DTensor.from_local(local, mesh, [Shard(0)], run_check=False, shape=torch.Size((6, 4)), stride=(4, 1))
+        full = part.full_tensor(grad_placements=[Partial()])
     with count_communication() as backward:
         full.sum().backward()
     with count_communication() as reduced:
