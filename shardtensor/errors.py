@@ -111,8 +111,8 @@ def different_meshes(op: object, operands: Sequence[Any]) -> UnsupportedSharding
     shown = ", ".join(repr(name) for name in names)
     if not any(t.shape for t in operands):  # losses, or the norms of gradients
         remedy = (
-            "add up plain numbers, loss.full_tensor(), or clip gradients by shardtensor.parallel.clip_grad_norm_, which "
-            "takes parameters of several meshes"
+            "add up plain numbers, loss.full_tensor(), or clip gradients by shardtensor.parallel.clip_grad_norm_, "
+            "which takes parameters of several meshes"
         )
         return refuse(op, operands, f"operands live on different meshes ({_shown(meshes)})", remedy)
     remedy = "build all of them on one mesh"
