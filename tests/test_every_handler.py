@@ -460,6 +460,19 @@ ELSEWHERE = {
         *(f"operator aten._foreach_{name}.Scalar" for name in ("norm", "powsum")),
         *(f"operator aten._fused_{name}.{of}" for name in ("adam", "adamw") for of in ("default", "tensor_lr")),
     ],
+    ("test_fake_quantize.py", "fake_quantize_per_channel_affine"): [
+        "rule aten._fake_quantize_per_tensor_affine_cachemask_tensor_qparams.default",
+        *(
+            f"rule aten.fake_quantize_per_{of}_affine_cachemask{of_gradient}.default"
+            for of in ("channel", "tensor")
+            for of_gradient in ("", "_backward")
+        ),
+    ],
+    ("test_export.py", "torch.tensor("): [
+        *(f"function Tensor.__{name}__" for name in ("bool", "complex", "float", "index", "int")),
+    ],
+    ("test_rearranging.py", "repeat_interleave"): ["operator aten.repeat_interleave.Tensor"],
+    ("test_c10d.py", "all_gather"): ["operator c10d.allgather_.default"],
     ("test_subclass.py", "share_memory_"): ["function torch._tensor.Tensor.share_memory_"],
     # torch hands these on under the names of the methods that they are: add_, matmul and so on.
     ("test_subclass.py", "__iadd__"): [

@@ -153,7 +153,7 @@ for _name in ("untyped_storage", "storage", "storage_offset"):
 @register(Tensor.__cuda_array_interface__.__get__)
 def _cuda_array_interface(self: Tensor, *_: Any) -> Any:
     """On other devices torch has no such attribute, for which libraries look."""
-    if not self._local_tensor.is_cuda:
+    if not self.is_cuda:
         return NotImplemented
     raise refuse("__cuda_array_interface__", self, "a ShardTensor has no memory of its own", _REMEDY)
 
