@@ -471,6 +471,7 @@ ELSEWHERE = {
     ("test_export.py", "torch.tensor("): [
         *(f"function Tensor.__{name}__" for name in ("bool", "complex", "float", "index", "int")),
     ],
+    ("test_torchscript.py", "torch.jit.trace(network, x)"): ["operator aten._convolution.default"],
     ("test_rearranging.py", "repeat_interleave"): ["operator aten.repeat_interleave.Tensor"],
     ("test_c10d.py", "all_gather"): ["operator c10d.allgather_.default"],
     ("test_subclass.py", "share_memory_"): ["function torch._tensor.Tensor.share_memory_"],

@@ -74,6 +74,10 @@ only_deterministic: Callable[[], bool] = torch._C._get_deterministic_algorithms
 function_modes_enabled: Callable[[], bool] = torch._C._is_torch_function_mode_enabled
 # Whether a transform of torch.func is under way that works by levels: inside its function, tensors may be wrapped.
 transforms_active: Callable[[], bool] = torch._C._are_functorch_transforms_active
+# Whether torch.jit.trace records what is called in this thread; torch.jit.is_tracing() takes ten times as long.
+recorded_by_torchscript: Callable[[], bool] = torch._C._is_tracing
+# What calls of scripted and traced functions are to __torch_function__.
+SCRIPTED = (torch._C.ScriptMethod, torch._C.ScriptFunction)
 # Calls inside skip __torch_function__ of subclasses, but not modes of torch functions.
 DisableTorchFunction = torch._C.DisableTorchFunctionSubclass
 

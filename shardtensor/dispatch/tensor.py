@@ -30,12 +30,13 @@ from .._compat import (
     unflattened,
 )
 from .._compat.functorch import forward_mode
-from ..errors import refuse
+from ..errors import UnsupportedSharding, refuse
 from ..layout.placements import check_own_shard, normalize_placements
 from ..layout.spec import ShardTensorSpec
 from ..layout.strides import is_dense
 from ..ranks.agreement import MAX_NDIM, agree_on_local, compare_histories
 from ..ranks.first_use import forget_operands
+from ..ranks.history import here
 from . import chunks, conversions, levels, torch_functions
 from .aten_calls import run
 from .conversions import as_gradient, from_part, makes_tensors, promote, redistribute_to, to_part, wrap
@@ -283,12 +284,17 @@ class ShardTensor(DTensor):
             return DTensor.__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
         except Exception as error:
             forget_operands((*given, *kwargs.values()))
+            torch_functions.raise_of_torchscript(func, error)
             explain(func, given, kwargs, error)
             raise
 
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def, override]
-        return run(func, args, kwargs or {})
+        try:
+            return run(func, args, kwargs or {})
+        except UnsupportedSharding as error:
+            here.refused = str(error)
+            raise
 
     def __array_function__(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         """NumPy's functions. What calls a method with NumPy's arguments, which torch has not, gets arrays instead."""

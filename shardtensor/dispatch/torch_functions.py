@@ -9,11 +9,12 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
-from .._compat import OpOverload
+from .._compat import SCRIPTED, OpOverload, recorded_by_torchscript
 from ..context import gather_allowed
 from ..errors import PLAIN_TARGET, UnsupportedSharding, refuse
 from ..layout.spec import ShardTensorSpec
 from ..ranks.first_use import note_operand
+from ..ranks.history import here
 from .conversions import from_dtensor, is_shard_tensor, promote, redistribute_to
 from .copies import mark_copied
 from .plain_tensors import writes
@@ -26,6 +27,19 @@ if TYPE_CHECKING:
 # What runs a graph cannot run it on other tensors instead.
 ENGINE = (torch.autograd.backward, torch.autograd.grad, Tensor.backward)
 
+_TRACED = (
+    "torch.jit.trace would record what is done to this rank's shard",
+    "trace the module on plain tensors of the global shape, and call what is traced with ShardTensors",
+)
+
+
+def raise_of_torchscript(func: Callable[..., Any], error: Exception) -> None:
+    """Raise what was raised below a function of TorchScript again, whose own error has lost the text."""
+    refused, here.refused = here.refused, ""
+    if refused and isinstance(func, SCRIPTED):
+        remedy = "Inside TorchScript operators have fewer forms: call the module that was scripted or traced instead."
+        raise UnsupportedSharding(f"{refused} {remedy}") from error
+
 
 def call_registered(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """What the handler of a function returns; NotImplemented where there is none."""
@@ -33,6 +47,8 @@ def call_registered(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[
     handler = function_of(func) if isinstance(func, OpOverload) else FUNCTIONS.get(func)
     if handler is None:
         return NotImplemented
+    if recorded_by_torchscript():
+        raise refuse(getattr(func, "__name__", func), flat(args, kwargs), *_TRACED)
     try:
         return handler(*args, **kwargs)
     except UnsupportedSharding:
@@ -50,6 +66,8 @@ def promote_operands(func: Callable[..., Any], args: Sequence[Any], kwargs: dict
     if mesh is None:
         return args, kwargs
     name = getattr(func, "__name__", "")
+    if recorded_by_torchscript():
+        raise refuse(name, given, *_TRACED)
     first = args[0] if args else None
     if writes(func) and isinstance(first, (list, tuple)):
         return args, kwargs  # each is written to where it lies

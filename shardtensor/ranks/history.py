@@ -83,9 +83,11 @@ class _Here(threading.local):
     Attributes:
         operator: who runs one sets it, and afterwards what was there before. Communication outside of one has none: its
             kind says what it is.
+        refused: the text of the last refusal below autograd. TorchScript, which may have called it, loses it.
     """
 
     operator = ""
+    refused = ""
 
 
 class _ObservedHere(_Here):

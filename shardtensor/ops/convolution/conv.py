@@ -475,6 +475,12 @@ def _aten_convolution(input: Any, weight: Any, bias: Any, *options: Any) -> Any:
     return plan.wrapped(plan.forward(*local)[0])
 
 
+@register(_aten._convolution.default)
+def _traced_convolution(input: Any, weight: Any, bias: Any, *options_and_kernels: Any) -> Any:
+    """What a traced module calls. Behind the options it says which kernels may be used."""
+    return _aten.convolution.default(input, weight, bias, *options_and_kernels[:6])
+
+
 @register(_aten.convolution_backward.default)
 def _aten_convolution_backward(grad: Any, input: Any, weight: Any, bias_sizes: Any, *options_and_mask: Any) -> Any:
     *options, output_mask = options_and_mask

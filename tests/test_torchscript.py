@@ -1,0 +1,96 @@
+"""TorchScript: what is scripted, or traced on plain tensors, called with shards; and what cannot be traced."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.tensor import Shard
+
+from shardtensor import UnsupportedSharding
+from shardtensor.testing import assert_matches_unsharded, run_distributed, run_expecting_errors, shard, shared_mesh
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning")
+IMAGE = (1, 3, 8, 6)
+
+
+class Network(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.linear = nn.Conv2d(3, 4, 3, padding=1), nn.Linear(6, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.max_pool2d(self.linear(F.gelu(self.conv(x))) + x.mean(), 2)
+
+
+def check(sizes):
+    torch.manual_seed(0)
+    x = torch.randn(IMAGE, dtype=torch.float64)
+    network = Network().double().requires_grad_(False)
+    for made in (torch.jit.trace(network, x), torch.jit.script(network)):
+        options = {"placements": [Shard(2)], "shard_sizes": {0: sizes}}
+        assert_matches_unsharded(lambda t, made=made: made(t), x, mesh_shape=len(sizes), **options)
+
+
+@pytest.mark.parametrize("sizes", [(5, 3), pytest.param((7, 0, 1), marks=pytest.mark.slow)])
+def test_scripted_and_traced_modules_take_shards(sizes):
+    run_distributed(check, len(sizes), sizes)
+
+
+def train():
+    torch.manual_seed(0)
+    x, network = torch.randn(IMAGE, dtype=torch.float64), Network().double()
+    sharded = shard(x, shared_mesh(2), [Shard(2)], {0: (5, 3)})
+    traced = torch.jit.trace(copy.deepcopy(network), x)
+    for made, t in ((network, x), (traced, sharded)):
+        optimizer = torch.optim.AdamW(made.parameters(), foreach=False)
+        for _ in range(3):
+            optimizer.zero_grad()
+            made(t).square().sum().backward()
+            optimizer.step()
+    for w, expected in zip(traced.parameters(), network.parameters(), strict=True):
+        torch.testing.assert_close(w, expected)
+
+
+@pytest.mark.slow
+def test_traced_modules_learn():
+    run_distributed(train, 2)
+
+
+class Scale(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.weight
+
+
+def refuse(case):
+    x = shard(torch.rand(IMAGE), shared_mesh(2), [Shard(2)], {0: (5, 3)})
+    if case == "traced":
+        torch.jit.trace(nn.ConvTranspose2d(3, 2, 2, 2), torch.rand(IMAGE))(x)
+    elif case == "scripted":
+        torch.jit.script(nn.ConvTranspose2d(3, 2, 2, 2))(x)
+    elif case == "tracing a module":
+        torch.jit.trace(nn.Linear(6, 5), x)
+    else:
+        torch.jit.trace(Scale(), x)
+
+
+@pytest.mark.parametrize(
+    ("case", "match"),
+    [
+        ("traced", r"conv_transpose: .*\[5, 3\].*call the module that was scripted or traced instead"),
+        ("scripted", r"conv_transpose: .*\[5, 3\].*call the module that was scripted or traced instead"),
+        ("tracing a module", r"linear: torch.jit.trace would record .*\[5, 3\].*trace the module on plain tensors"),
+        ("tracing a product", r"mul: torch.jit.trace would record .*\[5, 3\].*trace the module on plain tensors"),
+    ],
+)
+def test_refusals_say_what_to_do_on_every_rank(case, match):
+    for error in run_expecting_errors(refuse, 2, case):
+        with pytest.raises(UnsupportedSharding, match=match):
+            raise error
