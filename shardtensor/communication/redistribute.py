@@ -41,7 +41,7 @@ from ..layout.caches import cached
 from ..layout.geometry import Interval, intervals_of, length, resized
 from ..layout.placements import AxisLayout, wide_dtype
 from ..layout.spec import ShardTensorSpec
-from ..layout.strides import cat_like
+from ..layout.strides import cat_like, lies_dense, with_stride
 from ..ranks.debug_mode import begin
 from ..ranks.history import calling, here
 from ..ranks.waiting import wait_for
@@ -97,6 +97,8 @@ def _steps(src: ShardTensorSpec, dst: ShardTensorSpec) -> tuple[str, tuple[Calla
     wide = source.held_dtype
     if steps and wide != source.tensor_meta.dtype:  # contributions that the caller gave may be narrow
         steps = [lambda local: local.to(wide), *steps, partial(rounded, spec=dst)]
+    if steps and dst.is_replicate() and lies_dense(dst.shape, dst.stride):  # views take a whole tensor as it lies
+        steps.append(partial(with_stride, stride=dst.stride))
     return f"redistribute {source.in_short} to {dst.in_short}" if steps else "", tuple(steps)
 
 

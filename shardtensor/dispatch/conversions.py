@@ -29,7 +29,7 @@ from .._compat import (
 )
 from ..communication.redistribute import redistribute_local, rounded
 from ..layout.spec import ShardTensorSpec
-from ..layout.strides import dense_stride, laid_out
+from ..layout.strides import dense_stride
 from .copies import check_current
 from .levels import InsideLevels
 from .planning import has_owner, meta_of, reduced_by_dtensor, replicated_spec, spec_of
@@ -315,8 +315,6 @@ class _Redistribute(AutogradFunction):
         if same_memory(local, tensor._local_tensor):
             # A slice must not keep the whole tensor alive; an alias of the whole is one.
             local = alias(local) if local.shape == tensor._local_tensor.shape else local.clone()
-        elif target.is_replicate():
-            local = laid_out(local, target.tensor_meta.stride)
         return wrap(local, target)
 
     @staticmethod

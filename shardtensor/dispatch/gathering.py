@@ -16,7 +16,7 @@ from .._compat import OpOverload, tree_map
 from ..communication.redistribute import redistribute_local
 from ..errors import refuse
 from ..layout.spec import ShardTensorSpec
-from ..layout.strides import laid_out, lies_dense
+from ..layout.strides import lies_dense
 from .conversions import wrap
 from .copies import mark_copied, note_write
 from .planning import distributed_operands, is_inplace, meta_of, returns_view, spec_of
@@ -48,10 +48,7 @@ def gathered(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> A
         _check_known(func, spec_of(args[0]), *(a for a in args[1:] if not isinstance(a, Tensor)), **places)
 
     def whole(a: Any) -> Any:
-        if not isinstance(a, DTensor):
-            return a
-        spec = spec_of(a)
-        return laid_out(redistribute_local(a._local_tensor, spec, spec.replicated()), spec.tensor_meta.stride)
+        return redistribute_local(a._local_tensor, spec_of(a), spec_of(a).replicated()) if isinstance(a, DTensor) else a
 
     plain_args, plain_kwargs = tree_map(whole, (tuple(args), kwargs))
     if inplace:

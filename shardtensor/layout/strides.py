@@ -118,11 +118,6 @@ def zeros_like(like: Tensor, shape: Sequence[int]) -> Tensor:
     return torch.empty_strided(shape, stride_like(like, shape), dtype=like.dtype, device=like.device).zero_()
 
 
-def laid_out(t: Tensor, stride: tuple[int, ...]) -> Tensor:
-    """A whole tensor in memory with these strides, those that it has on one device; as it is where they have gaps."""
-    return with_stride(t, stride) if lies_dense(t.shape, stride) else t
-
-
 def with_stride(t: Tensor, stride: tuple[int, ...]) -> Tensor:
     """The tensor, copied to memory with these strides if it has others."""
     if t.stride() == stride:
