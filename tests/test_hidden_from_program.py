@@ -121,7 +121,6 @@ def test_first_calls_show_what_later_ones_do():
     assert sweep(2, operator_names()) > 2000
 
 
-
 @pytest.mark.slow
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("ranks", [2, 3])
@@ -163,14 +162,17 @@ def policies():
 
 
 def modules():
-    """Modules, shapes of their input, and the dim of it that is sharded."""
-    yield nn.ConvTranspose2d(3, 2, 2, 2), (2, 3, 22, 8), 2
-    yield nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True), (2, 22, 8), 1
-    yield nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.GroupNorm(2, 4), nn.SiLU(), nn.MaxPool2d(2)), (2, 3, 22, 8), 2
-    yield nn.Linear(8, 5), (2, 3, 22, 8), 2
-    yield nn.LayerNorm(8), (2, 3, 22, 8), 2
-    yield nn.BatchNorm2d(3, track_running_stats=False), (2, 3, 22, 8), 2
-    yield nn.Sequential(nn.Conv2d(3, 4, 3, stride=2), nn.Upsample(scale_factor=2), nn.Softplus()), (2, 3, 22, 8), 3
+    """Modules, their inputs, and the dim of them that is sharded."""
+    images = torch.randn(2, 3, 22, 8)
+    yield nn.ConvTranspose2d(3, 2, 2, 2), images, 2
+    channels_last = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.ZeroPad2d(1), nn.GroupNorm(2, 4), nn.AvgPool2d(2))
+    yield channels_last.to(memory_format=torch.channels_last), images.to(memory_format=torch.channels_last), 2
+    yield nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True), torch.randn(2, 22, 8), 1
+    yield nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.GroupNorm(2, 4), nn.SiLU(), nn.MaxPool2d(2)), images, 2
+    yield nn.Linear(8, 5), images, 2
+    yield nn.LayerNorm(8), images, 2
+    yield nn.BatchNorm2d(3, track_running_stats=False), images, 2
+    yield nn.Sequential(nn.Conv2d(3, 4, 3, stride=2), nn.Upsample(scale_factor=2), nn.Softplus()), images, 3
 
 
 def step(module, policy, x):
@@ -185,14 +187,14 @@ def step(module, policy, x):
 
 def train_checkpointed(sizes, some):
     torch.manual_seed(0)
-    for module, shape, dim in list(modules())[: 3 if some else None]:
+    for module, x, dim in list(modules())[: 4 if some else None]:
         module.double()
+        x = x.double()
         for policy in list(policies())[:: 2 if some else 1]:
-            x = torch.randn(shape, dtype=torch.float64, requires_grad=True)
-            expected = step(module, policy, x)
+            expected = step(module, policy, x.clone().requires_grad_())
             caches.forget()
-            lengths = sizes if dim == 2 or len(shape) == 3 else (5,) + (0,) * (len(sizes) - 2) + (3,)
-            cut = shard(x.detach().clone(), shared_mesh(len(sizes)), [Shard(dim)], {0: lengths}, requires_grad=True)
+            lengths = (5,) + (0,) * (len(sizes) - 2) + (3,) if dim == 3 else sizes
+            cut = shard(x.clone(), shared_mesh(len(sizes)), [Shard(dim)], {0: lengths}, requires_grad=True)
             for found, value in zip(step(module, policy, cut), expected, strict=True):
                 torch.testing.assert_close(found, value, rtol=1e-10, atol=1e-12)
 

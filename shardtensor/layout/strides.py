@@ -101,6 +101,7 @@ def apart(result: Any, operands: Iterable[Any]) -> Any:
     return result.clone() if shares else result
 
 
+@recomputed()
 def cat_like(pieces: list[Tensor], dim: int, like: Tensor, shape: Sequence[int]) -> Tensor:
     """``torch.cat(pieces, dim)``, which has this shape, channels-last where ``like`` is and row-major otherwise."""
     if like.ndim not in CHANNELS_LAST or not _is_channels_last(like):
@@ -118,6 +119,7 @@ def zeros_like(like: Tensor, shape: Sequence[int]) -> Tensor:
     return torch.empty_strided(shape, stride_like(like, shape), dtype=like.dtype, device=like.device).zero_()
 
 
+@recomputed()
 def with_stride(t: Tensor, stride: tuple[int, ...]) -> Tensor:
     """The tensor, copied to memory with these strides if it has others."""
     if t.stride() == stride:
