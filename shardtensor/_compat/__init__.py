@@ -502,12 +502,9 @@ def hidden_from_program() -> Iterator[None]:
         _hidden.now = False
 
 
-def results_kept() -> bool:
-    """Whether selective activation checkpointing keeps results of what is called here, or gives those that it has kept.
-
-    Nothing may be written to them then.
-    """
-    return bool(_modes()) and any(isinstance(m, _KEEP_RESULTS) for m in _mode_stack()) and detect_fake_mode() is None
+def _results_kept() -> bool:
+    """Whether selective activation checkpointing keeps results of calls here, or gives those that it has kept."""
+    return any(isinstance(m, _KEEP_RESULTS) for m in _mode_stack()) and detect_fake_mode() is None
 
 
 _modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
@@ -527,7 +524,7 @@ def recomputed(**instead: Any) -> Callable[[Function], Function]:
     def decorate(function: Function) -> Function:
         @wraps(function)
         def call(*args: Any, **kwargs: Any) -> Any:
-            if not results_kept():
+            if not _modes() or not _results_kept():  # the first one is C++'s
                 return function(*args, **kwargs)
             modes = _mode_stack()
             others = [mode for mode in modes if not isinstance(mode, _KEEP_RESULTS)]
