@@ -29,7 +29,6 @@ from .._compat import (
     TensorMeta,
     any_autocast_enabled,
     goes_into_graph,
-    hidden_from_program,
     only_deterministic,
     takes_gradient_late,
     tree_map,
@@ -447,8 +446,7 @@ def on_meta(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> An
             return without_data(a.tensor_meta)
         return torch.device("meta") if isinstance(a, torch.device) else a
 
-    with hidden_from_program():
-        return META_FUNCTIONS.get(func, func)(*tree_map(convert, args), **tree_map(convert, kwargs))
+    return META_FUNCTIONS.get(func, func)(*tree_map(convert, args), **tree_map(convert, kwargs))
 
 
 def without_data(meta: TensorMeta) -> Tensor:

@@ -36,7 +36,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .._compat import DisableTorchFunction, hidden_from_program, tree_leaves, tree_map
+from .._compat import hidden_from_program, tree_leaves, tree_map
 from ..layout.strides import as_bytes
 from ..observe._compat import Kernel, c10d_operators, group_of, put_in_front
 
@@ -280,5 +280,5 @@ def _poison(tensor: Tensor) -> None:
 @contextmanager
 def _unseen() -> Iterator[None]:
     """What is computed inside is no part of the program: no mode sees it, and autograd does not."""
-    with DisableTorchFunction(), hidden_from_program(), torch.inference_mode():
+    with hidden_from_program(), torch.inference_mode():
         yield

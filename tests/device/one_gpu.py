@@ -16,7 +16,7 @@ import gloo_threads  # noqa: F401
 import torch
 import torch.distributed as dist
 
-from shardtensor._compat import DisableTorchFunction, hidden_from_program, tree_leaves, tree_map
+from shardtensor._compat import hidden_from_program, tree_leaves, tree_map
 from shardtensor.observe._compat import c10d_operators
 
 dist.Backend.default_device_backend_map["cuda"] = "gloo"
@@ -32,7 +32,7 @@ class StagedWork(dist.Work):
     def wait(self, timeout=None) -> bool:
         for work in self._works:
             work.wait() if timeout is None else work.wait(timeout)
-        with DisableTorchFunction(), hidden_from_program(), torch.no_grad():
+        with hidden_from_program():
             for tensor, copy in self._copies:
                 tensor.data.copy_(copy)
         self._copies = []
@@ -89,7 +89,7 @@ def _kernel(name: str):
                 copies[id(a)] = (a, a.to("cpu").contiguous())  # tests count calls of cpu()
             return copies[id(a)][1]
 
-        with DisableTorchFunction(), hidden_from_program(), torch.no_grad():
+        with hidden_from_program():
             made = operator.redispatch(keys, *tree_map(on_host, list(args)))
         works = [w for w in (made if isinstance(made, tuple) else (made,)) if isinstance(w, torch.ScriptObject)]
         sent = name == "send"

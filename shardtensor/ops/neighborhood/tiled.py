@@ -243,7 +243,6 @@ class _Plan(NamedTuple):
 
 @lru_cache(maxsize=32)  # few, as the indices of a large map take memory
 @hidden_from_program()
-@torch.inference_mode(False)  # a plan that inference makes first must serve training, too
 def _plan(dims: tuple[Dim, ...], additional: int, batch: int, device: torch.device) -> _Plan:
     of_dims = [_tiles_of(dim, _tile_length(dim, len(dims))) for dim in dims]
     query_sizes, sizes = [length(dim.queries) for dim in dims], [length(dim.keys) for dim in dims]
