@@ -105,16 +105,16 @@ def different_meshes(op: object, operands: Sequence[Any]) -> UnsupportedSharding
         operands: DTensors or specs.
     """
     meshes = [getattr(t, "mesh", None) or t.device_mesh for t in operands]
-    # The remedy lists the axes in the order of one mesh of all ranks: neighbours are farthest apart along the first.
-    strides = {name: n for mesh in meshes for name, n in zip(mesh.mesh_dim_names or [""], _strides(mesh))}
-    names = sorted(strides, key=lambda name: -strides[name])
-    shown = ", ".join(repr(name) for name in names)
     if not any(t.shape for t in operands):  # losses, or the norms of gradients
         remedy = (
             "add up plain numbers, loss.full_tensor(), or clip gradients by shardtensor.parallel.clip_grad_norm_, "
             "which takes parameters of several meshes"
         )
         return refuse(op, operands, f"operands live on different meshes ({_shown(meshes)})", remedy)
+    # The remedy lists the axes in the order of one mesh of all ranks: neighbours are farthest apart along the first.
+    strides = {name: n for mesh in meshes for name, n in zip(mesh.mesh_dim_names or [""], _strides(mesh))}
+    names = sorted(strides, key=lambda name: -strides[name])
+    shown = ", ".join(repr(name) for name in names)
     remedy = "build all of them on one mesh"
     if len(names) > 1 and all(names):
         remedy += (

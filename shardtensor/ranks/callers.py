@@ -48,7 +48,7 @@ def calling_module() -> str:
 def calling_frame() -> FrameType | None:
     """The innermost frame outside of torch and of this package."""
     frames = (frame for frame, _ in walk_stack(sys._getframe(1)))
-    return next((f for f in frames if not f.f_code.co_filename.startswith(_LIBRARIES)), None)
+    return next((frame for frame in frames if is_of_program(frame.f_code.co_filename)), None)
 
 
 def raised_at(traceback: TracebackType | None) -> str:
