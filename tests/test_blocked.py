@@ -3,24 +3,20 @@
 from __future__ import annotations
 
 import logging
-import os
 import re
-import socket
-import subprocess
-import sys
 import threading
 import time
 from datetime import timedelta
 from pathlib import Path
 
 import pytest
+import rank_programs
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard
 
-import shardtensor
 from shardtensor._compat.c10d import default_store
 from shardtensor.ranks import blocked
 from shardtensor.testing import run_distributed, shard, shared_mesh
@@ -101,21 +97,7 @@ def test_a_rank_that_waits_for_a_busy_one_says_so():
 @pytest.mark.parametrize(("after", "world"), [("barrier", 4), ("sum along dp", 2), ("training", 2)])
 def test_an_uneven_number_of_batches(after, world):
     """Every rank names the others' calls after some seconds, and with the error at the timeout."""
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        port = str(found.getsockname()[1])
-    environment = os.environ | {"PYTHONPATH": str(Path(shardtensor.__file__).parents[1]), "OMP_NUM_THREADS": "1"}
-    environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(world)}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, str(PROGRAM), after],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            env=environment | {"RANK": str(rank)},
-        )
-        for rank in range(world)
-    ]
+    ranks = rank_programs.start(PROGRAM, world, after)
     try:
         outputs = [process.communicate(timeout=150)[0] for process in ranks]
     finally:

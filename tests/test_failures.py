@@ -6,13 +6,11 @@ import contextlib
 import os
 import re
 import signal
-import socket
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
+import rank_programs
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -20,7 +18,6 @@ from torch import nn
 from torch.distributed.tensor import Shard
 from torch.utils.checkpoint import checkpoint
 
-import shardtensor
 from shardtensor._compat.c10d import default_store
 from shardtensor.ranks.waiting import LOOKING
 from shardtensor.testing import run_distributed, run_expecting_errors, shard, shared_mesh
@@ -32,22 +29,7 @@ REMEDY = "The process group cannot be used any more; end the program, and restar
 
 def run(how, world):
     """Each rank's exit code and output, None for one that had to be ended; whether rank 1 outlived rank 0."""
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        port = str(found.getsockname()[1])
-    environment = os.environ | {"PYTHONPATH": str(Path(shardtensor.__file__).parents[1]), "OMP_NUM_THREADS": "1"}
-    environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(world)}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, str(PROGRAM), how],
-            stdin=subprocess.PIPE,  # which communicate() closes
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            env=environment | {"RANK": str(rank)},
-        )
-        for rank in range(world)
-    ]
+    ranks = rank_programs.start(PROGRAM, world, how)
     outcomes, ended, runs_on = [None] * world, [None] * world, False
     try:
         for rank, process in enumerate(ranks):
