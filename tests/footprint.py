@@ -42,7 +42,7 @@ def snapshot():
 
 
 def changed(before):
-    """What is not as it was, in modules that were there, but for what torch keeps of names that were looked up."""
+    """What is not as it was, in modules that were there, but for names that torch imports when they are first used."""
     after, there = snapshot(), {(k if isinstance(k, str) else k[0]).partition(":")[0] for k in before}
     keys = {k for k in before.keys() | after.keys() if (k if isinstance(k, str) else k[0]).partition(":")[0] in there}
     names = set()

@@ -149,30 +149,30 @@ def cycles_of_two_generators(given: Given) -> Iterator[tuple[str, Any]]:
     """CycleGAN: two optimizers of parameters that are chained; spectral norms, instance norms, features matched."""
     a = UNet(norm=False)
     b = nn.Sequential(nn.Conv2d(3, 6, 3, padding=1, bias=False), nn.InstanceNorm2d(6), nn.Conv2d(6, 3, 1))
-    judges = nn.ModuleList(
+    discriminators = nn.ModuleList(
         nn.Sequential(nn.utils.spectral_norm(nn.Conv2d(3, 4, 3)), nn.LeakyReLU(0.1), nn.Conv2d(4, 1, 3)) for _ in "ab"
     )
-    ours, theirs = Adam([*a.parameters(), *b.parameters()], lr=0.01), Adam(judges.parameters(), lr=0.01)
+    ours, theirs = Adam([*a.parameters(), *b.parameters()], lr=0.01), Adam(discriminators.parameters(), lr=0.01)
     x, y = given(images(), 2, 3), given(images(2), 2, 3)
     for step in range(2):
         fy, fx = a(x), b(y)
         cycle = F.l1_loss(b(fy), x) + F.l1_loss(a(fx), y) + 0.5 * (F.l1_loss(a(y), y) + F.l1_loss(b(x), x))
-        gain = cycle * 10 + (judges[0](fx) - 1).square().mean() + (judges[1](fy) - 1).square().mean()
-        match = F.l1_loss(judges[0][0](fx).mean((2, 3)), judges[0][0](x).mean((2, 3)).detach())
+        gain = cycle * 10 + (discriminators[0](fx) - 1).square().mean() + (discriminators[1](fy) - 1).square().mean()
+        match = F.l1_loss(discriminators[0][0](fx).mean((2, 3)), discriminators[0][0](x).mean((2, 3)).detach())
         ours.zero_grad()
         (gain + match).backward()
         ours.step()
         theirs.zero_grad()
         loss = sum(
-            ((judge(real) - 1) ** 2).mean() + judge(fake.detach()).square().mean()
-            for judge, real, fake in ((judges[0], x, fx), (judges[1], y, fy))
+            ((discriminator(real) - 1) ** 2).mean() + discriminator(fake.detach()).square().mean()
+            for discriminator, real, fake in ((discriminators[0], x, fx), (discriminators[1], y, fy))
         )
         loss.backward()
         theirs.step()
         yield f"losses {step}", (cycle, gain, match, loss)
         yield f"a {step}", a
         yield f"b {step}", b
-        yield f"judges {step}", judges
+        yield f"discriminators {step}", discriminators
 
 
 @PROGRAMS.add(rtol=1e-9)
@@ -234,7 +234,7 @@ def a_variational_autoencoder(given: Given) -> Iterator[tuple[str, Any]]:
 
 
 class Codebook(nn.Module):
-    """VQ-VAE's, whose codes are moving averages of what they stand for, in buffers."""
+    """VQ-VAE's, whose codes are moving averages of the vectors nearest to them, in buffers."""
 
     def __init__(self, codes: int = 7, dim: int = 4) -> None:
         super().__init__()
