@@ -80,7 +80,9 @@ def test_functions_that_plain_calls_enter(noticed, where):
 def test_functions_that_plain_calls_enter_next_to_shard_tensors(noticed):
     """Function.apply is replaced then; the transforms look at their arguments, and keep the states of generators."""
     print(noticed["times"])  # in microseconds: without this package, with it, next to ShardTensors
-    found = noticed["next to ShardTensors"]
+    # Until 2.12 each operator on DTensors looks for a rule, by a function that is replaced with one of ours.
+    rule = "claim_dispatch.<locals>.claiming.<locals>.<lambda>"
+    found = {k: [name for name in names if name != rule] for k, names in noticed["next to ShardTensors"].items()}
     transforms = {"vmap", "grad", "jvp", "jacrev"}
     one = {"autograd.Function": ["wrap_functions.<locals>.apply"], **AT_MOST}
     others = {name: names for name, names in found.items() if name not in transforms}

@@ -144,7 +144,7 @@ def _register_memory(name: str, function: Callable[..., Any], allowed: tuple[str
         return NotImplemented if calling_module().startswith(allowed) else refusal(self)
 
 
-for _name in ("data_ptr", "const_data_ptr"):
+for _name in ("data_ptr", *(["const_data_ptr"] if hasattr(Tensor, "const_data_ptr") else [])):  # new in 2.13
     _register_memory(_name, getattr(Tensor, _name), _COMPARING)
 for _name in ("untyped_storage", "storage", "storage_offset"):
     _register_memory(_name, getattr(Tensor, _name), ("torch.",))
