@@ -541,7 +541,7 @@ def tensors_that_are_written_to(given: Given) -> Iterator[tuple[str, Any]]:
 # -- tools -------------------------------------------------------------------------------------------------------------
 
 
-@PROGRAMS.add()
+@PROGRAMS.add(layouts=(TWO, MESH))  # what a rank with an empty shard counts has no kinds
 def operations_are_counted(given: Given) -> Iterator[tuple[str, Any]]:
     """FlopCounterMode: in the first step of a size what it counts later. Halos add to what one device counts."""
     model, x = UNet(), given(drawn(2, 3, 17, 13), 2, 3)
