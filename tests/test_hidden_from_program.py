@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import tempfile
 import warnings
 from collections import Counter
@@ -156,7 +157,7 @@ class EverySecondProduct:
 
 def policies():
     yield from POLICIES.values()
-    yield [torch.ops.aten.convolution.default]
+    yield [torch.ops.aten.convolution.default, torch.ops.aten.native_batch_norm.default]
     yield listed
     yield EverySecondProduct()
 
@@ -165,7 +166,10 @@ def modules():
     """Modules, their inputs, and the dim of them that is sharded."""
     images = torch.randn(2, 3, 22, 8)
     yield nn.ConvTranspose2d(3, 2, 2, 2), images, 2
-    channels_last = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.ZeroPad2d(1), nn.GroupNorm(2, 4), nn.AvgPool2d(2))
+    norm = nn.BatchNorm2d(4)
+    norm.num_batches_tracked = None  # torch refuses to keep a result that is written to, as counts of batches are
+    layers = nn.Conv2d(3, 4, 3, padding=1), nn.ZeroPad2d(1), norm, nn.GroupNorm(2, 4), nn.AvgPool2d(2)
+    channels_last = nn.Sequential(*layers)
     yield channels_last.to(memory_format=torch.channels_last), images.to(memory_format=torch.channels_last), 2
     yield nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True), torch.randn(2, 22, 8), 1
     yield nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.GroupNorm(2, 4), nn.SiLU(), nn.MaxPool2d(2)), images, 2
@@ -176,12 +180,12 @@ def modules():
 
 
 def step(module, policy, x):
-    """Output and gradients of a training step inside selective checkpointing."""
-    module.zero_grad()
+    """Output, gradients and buffers of a training step inside selective checkpointing."""
+    module = copy.deepcopy(module)
     contexts = partial(create_selective_checkpoint_contexts, policy)
     y = checkpoint(module, x, use_reentrant=False, context_fn=contexts)
     y.square().mean().backward()
-    found = [y, x.grad, *(p.grad for p in module.parameters())]
+    found = [y, x.grad, *(p.grad for p in module.parameters()), *module.buffers()]
     return [t.full_tensor() if isinstance(t, DTensor) else t for t in found]
 
 

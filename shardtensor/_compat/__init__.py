@@ -13,6 +13,7 @@ import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache, partial, wraps
+from itertools import count
 from typing import Any, ClassVar, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -47,6 +48,7 @@ from torch.utils._pytree import (
     tree_unflatten,
 )
 from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode, _StopRecomputationError
+from torch.utils.weak import WeakIdKeyDictionary
 
 from .replaced import replace, when_imported
 
@@ -539,6 +541,44 @@ def recomputed(**instead: Any) -> Callable[[Function], Function]:
     return decorate
 
 
+def result_is_kept(function: Callable[..., Any], make_arguments: Callable[[], Sequence[Any]]) -> bool:
+    """Whether selective checkpointing gives results that it has kept for a call, in place of calling the kernel.
+
+    No kernel is called here. The policy is asked in the forward pass, so there must be a call for each recomputed one.
+
+    Args:
+        function: calls one kernel, and makes tensors for it.
+    """
+    if not _modes() or not _results_kept():
+        return False
+    modes, below = _mode_stack(), _Below()
+    with _disable_current_modes():
+        arguments = make_arguments()
+        with below:
+            function(*arguments)
+    kernel, below.calls = below.calls[-1], []
+    others = [below, *(mode for mode in modes if isinstance(mode, _KEEP_RESULTS))]
+    _replace_modes(modes, others)
+    try:
+        function(*arguments)
+    finally:
+        _replace_modes(others, modes)
+    return kernel not in below.calls
+
+
+class _Below(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Where calls arrive that no other mode answers. Their results are empty."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.calls: list[Any] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.calls.append(func)
+        empty = [torch.empty(0, device="meta") for _ in func._schema.returns]
+        return empty if len(empty) > 1 else empty[0]
+
+
 def _replace_modes(modes: Sequence[TorchDispatchMode], others: Sequence[TorchDispatchMode]) -> None:
     for _ in modes:
         _pop_mode()
@@ -755,6 +795,24 @@ def wrap_functions(classes: frozenset[type], called: Callable[[Any, tuple[Any, .
     # Before torch 2.14 ``Function.apply`` is Python's, and calls that of the class below.
     owner = function if vars(function)["apply"] is in_cpp else function.__base__
     replace(f"torch.autograd.function:{owner.__name__}.apply", lambda _: classmethod(apply))
+
+
+def _numbered(identify: Callable[[torch.Tensor], tuple[Any, ...]]) -> Callable[[torch.Tensor], tuple[Any, ...]]:
+    """Tell tensors apart by a number, too, inside ``torch.autograd.graph.allow_mutation_on_saved_tensors``.
+
+    torch takes the address and the id of a tensor that is saved, and both are those of another one after it has gone.
+    The address of a ShardTensor and of an empty shard is always zero.
+    """
+    numbers: Any = WeakIdKeyDictionary()
+    following = count()
+
+    def numbered(tensor: torch.Tensor) -> tuple[Any, ...]:
+        return (*identify(tensor), numbers.setdefault(tensor, next(following)))
+
+    return numbered
+
+
+replace("torch.autograd.graph:_get_tid", _numbered)
 
 
 def wrap_from_local(call: Callable[..., Any]) -> None:

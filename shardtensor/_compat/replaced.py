@@ -140,6 +140,12 @@ REPLACED = (
         _ONE,
     ),
     Replacement(
+        ("torch.autograd.graph:_get_tid",),
+        AT_FIRST,
+        "`allow_mutation_on_saved_tensors` tells ShardTensors apart, which have no address",
+        "the same, and a number of the tensor: torch's takes a new tensor for one that has gone at times",
+    ),
+    Replacement(
         ("torch._dynamo.trace_rules:get_torch_obj_rule_map",),
         AT_FIRST,
         "torch.compile sees torch's functions in place of those of `torch.func`",

@@ -310,7 +310,7 @@ PROGRAMS.add("saved_tensors_hooks, a list", always=TWO)(partial(offloaded, hooks
 PROGRAMS.add("saved_tensors_hooks, bytes")(partial(offloaded, hooks=in_files))
 
 
-@PROGRAMS.add()
+@PROGRAMS.add(always=EMPTY)
 def saved_tensors_that_are_written_to(given: Given) -> Iterator[tuple[str, Any]]:
     """The backward pass has the values from before."""
     model, x = nn.Sequential(*layers()), given(images(), 2, 3).requires_grad_()

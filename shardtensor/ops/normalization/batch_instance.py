@@ -55,10 +55,11 @@ def plan_channels(
         spec,
         *parameters,
     )
+    updates = any(s is not None for s in running)
     # torch's kernel would update the running statistics with what this rank alone has.
-    updates = any(s is not None for s in running) and (bool(spec.sharded_dims()) or 0 not in geometry.dims)
-    if use_input and (geometry.merges or updates or replicas):
-        statistics = RunningStatistics(geometry, momentum)
+    alone = bool(spec.sharded_dims()) or 0 not in geometry.dims
+    if use_input and (geometry.merges or (updates and alone) or replicas):
+        statistics = RunningStatistics(geometry, momentum) if updates else None
         return ShardedNorm(call, geometry, dtype, weight, bias, running=statistics, replicas=replicas)
     if use_input and 0 not in geometry.dims:
         return LocalGroupNorm(call, geometry, dtype, weight, bias)

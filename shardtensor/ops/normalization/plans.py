@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from ..._compat import AutogradFunction, TensorMeta, batch_norm_legit, constant_like, kernel, recomputed
+from ..._compat import AutogradFunction, TensorMeta, batch_norm_legit, constant_like, kernel, recomputed, result_is_kept
 from ...communication.redistribute import all_reduce, start_sums
 from ...communication.tracing import goes_into_graph, is_traced
 from ...layout.spec import ShardTensorSpec
@@ -38,6 +38,8 @@ class Norm(Plan):
 
     twice = True
     depends = {0: (0, 1), 1: (0,), 2: ()}
+    # Whether running statistics are updated, which follow weight and bias.
+    updates = False
 
     def __init__(self, call: Arguments, geometry: Geometry, dtype: torch.dtype, *parameters: Operand | None) -> None:
         self.geometry, self.dtype, self.outputs = geometry, dtype, geometry.output_spec(dtype)
@@ -46,8 +48,9 @@ class Norm(Plan):
         self.narrows = [isinstance(p, TensorMeta) and geometry.own_shape(p.shape) != p.shape for p in parameters]
         self.metas = [p.tensor_meta if isinstance(p, ShardTensorSpec) else p for p in parameters]
 
-    @recomputed()
     def forward(self, x: Tensor, weight: Tensor | None, bias: Tensor | None = None, *buffers: Tensor | None) -> Kept:
+        if self.updates and not torch.is_grad_enabled() and self._is_kept(x, weight, bias, *buffers):
+            buffers = ()
         if self.casts:
             with torch.autocast(x.device.type, enabled=False):
                 return self._forward(x, weight, bias, *buffers)
@@ -55,6 +58,19 @@ class Norm(Plan):
 
     def _forward(self, x: Tensor, weight: Tensor | None, bias: Tensor | None, *buffers: Tensor | None) -> Kept:
         raise NotImplementedError
+
+    def _is_kept(self, x: Tensor, *parameters: Tensor | None) -> bool:
+        """Whether selective checkpointing has kept one device's result, whose kernel updates statistics once then.
+
+        What is computed here is computed again.
+        """
+
+        def arguments() -> Sequence[Any]:
+            shape = self.geometry.spec.shape
+            given = [None if p is None else p.new_empty(1).expand(shape[1]) for p in parameters]
+            return x.new_empty(1).expand(shape), *given, True, 0.1, self.geometry.eps, torch.backends.cudnn.enabled
+
+        return result_is_kept(torch.batch_norm, arguments)
 
     def _own(self, parameter: Tensor | None, i: int) -> Tensor | None:
         """The part of weight (0) or bias (1) that belongs to the shard, contiguous.
@@ -217,13 +233,15 @@ class LocalBatchNorm(LocalNorm):
     ) -> None:
         super().__init__(call, geometry, dtype, *parameters)
         self.use_input, self.momentum = use_input, momentum
+        self.updates = use_input and any(p is not None for p in parameters[2:])
         if not use_input:
             self.depends = {**self.depends, 0: (1,)}
 
+    @recomputed()
     def _kernel(self, x: Tensor, w: Tensor | None, b: Tensor | None, *buffers: Tensor | None) -> Kept:
         settings: Any = (self.use_input, self.momentum, self.geometry.eps)
         views = _channels(x, not x.is_contiguous())
-        if self.use_input and not torch.is_grad_enabled() and any(t is not None for t in buffers):
+        if self.updates and not torch.is_grad_enabled() and buffers:
             # The one that says that it writes to them.
             y, *kept = batch_norm_legit(views, w, b, *buffers, *settings)  # type: ignore[call-overload]
         else:  # grad is enabled where it is run once more for second derivatives, which is not to count once more
@@ -253,6 +271,7 @@ def _channels(x: Tensor, last: bool) -> Tensor:
     return x.movedim(1, -1).reshape(n, math.prod(inner), 1, c).contiguous().permute(0, 3, 1, 2)
 
 
+@recomputed()
 def _with_shape(y: Tensor, x: Tensor) -> Tensor:
     """``y``, the kernel's result of such a view of ``x``, in the shape and the memory format of ``x``."""
     if y.ndim == 3:
@@ -293,6 +312,7 @@ class ShardedNorm(Norm):
             geometry = replace(geometry, affine=(1,) * len(geometry.view))
         super().__init__(call, geometry, dtype, *parameters)
         spec, device, self.running, self.replicas = geometry.spec, call.device, running, replicas
+        self.updates = running is not None
         self.wide = wide_dtype(spec.tensor_meta.dtype)
         self.merges = [Merge(spec.mesh, m, sizes, self.wide, device) for m, sizes in geometry.merges]
         self.kernels = Kernels(geometry, device)
@@ -329,6 +349,7 @@ class ShardedNorm(Norm):
             return self.channels_last
         return self.kernels
 
+    @recomputed()
     def _forward(self, x: Tensor, weight: Tensor | None, bias: Tensor | None, *buffers: Tensor | None) -> Kept:
         if torch.is_grad_enabled():
             return self._differentiable(x, weight, bias), ()
@@ -362,7 +383,7 @@ class ShardedNorm(Norm):
 
         Those of :class:`Synchronized` are mean and reciprocal standard deviation.
         """
-        running = self.running if any(b is not None for b in buffers) else None
+        running = self.running if buffers else None
         if isinstance(kernels, Synchronized):
             if running is None:
                 return kernels.statistics(x)
