@@ -166,11 +166,17 @@ def run_last(ctx: Any) -> None:
     which this thread's other nodes do not get, are given to those that are last in the order of their creation. That
     is the same on all ranks, which then add a weight's gradients in the same order: their sums have the same bits.
     """
-    node: Any = torch._C._functions.DelayedError  # the cheapest node to make
-    while ctx._sequence_nr() < _LAST and node("", 0)._sequence_nr() < _LAST:
-        pass
+    if ctx._sequence_nr() < _LAST:
+        reserve_last()
     _last.number = (getattr(_last, "number", 0) + 1) % _LAST
     ctx._set_sequence_nr(_last.number)
+
+
+def reserve_last() -> None:
+    """Give no node that this thread makes from here on a number that is for those that run last."""
+    node: Any = torch._C._functions.DelayedError  # the cheapest node to make
+    while node("", 0)._sequence_nr() < _LAST:
+        pass
 
 
 # The number of the backward pass that runs in this thread; below 0 where there is none.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -576,3 +577,20 @@ def test_the_command_shards_inputs_apart(capsys):
 def test_the_command_takes_a_model_that_is_made_already(capsys):
     assert main(["explain", f"{__name__}:READY", "--input", "1x3x33x20", "--mesh", "2", "--shard", "2"]) == 0
     assert "conv2d" in capsys.readouterr().out
+
+
+def test_in_a_thread_that_has_made_no_graph():
+    """autograd numbers the nodes of each thread; the lowest numbers are for those that run last."""
+    found = []
+
+    def preview():
+        model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Conv2d(4, 2, 3))
+        x = torch.empty(1, 3, 17, 9, device="meta")
+        found.append(shardtensor.explain(model, x, mesh=2, shard=2, backward=True))
+
+    for _ in range(2):
+        thread = threading.Thread(target=preview)
+        thread.start()
+        thread.join()
+    assert [layer.operator for layer in found[0].layers] == ["conv2d", "conv2d", "gradients of weights"]
+    assert str(found[0]) == str(found[1])

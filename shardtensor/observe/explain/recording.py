@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.overrides import TorchFunctionMode
 
-from ..._compat import AutogradFunction, OpOverload, hidden_from_program, tree_leaves, tree_map
+from ..._compat import AutogradFunction, OpOverload, hidden_from_program, reserve_last, tree_leaves, tree_map
 from ...dispatch.tensor import ShardTensor, wrap
 from ...errors import UnsupportedSharding
 from ...layout.spec import ShardTensorSpec
@@ -231,6 +231,7 @@ class Recorder:
     @contextmanager
     def forward(self, inputs: Sequence[Tensor]) -> Iterator[None]:
         """Record a forward pass."""
+        reserve_last()  # what has a lower number than the first row's nodes belongs to no row
         self._know(inputs)
         with ExitStack() as stack:
             if isinstance(self._model, nn.Module):
