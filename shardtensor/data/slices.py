@@ -395,8 +395,14 @@ def _load(array: Array, key: Key, shape: Sequence[int], dtype: torch.dtype, exac
                 f"{np.sum(mask)} of {piece.size} points of array[{key}] are masked, and have no value; pass fill=, the "
                 "value to put there"
             )
-        tensor = torch.where(_tensor(mask), _converted(_tensor(fill), dtype), tensor)
+        value = _converted(_tensor(fill), dtype)
+        kernel = _SIGNED.get(dtype, dtype)
+        tensor = torch.where(_tensor(mask), value.view(kernel), tensor.view(kernel)).view(dtype)
     return tensor
+
+
+# Before 2.13 torch.where has no kernel for these.
+_SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
 
 
 def _tensor(piece: Any) -> Tensor:

@@ -69,6 +69,10 @@ def take(name):
             assert not counted.messages and not counted.collectives
 
 
+if not hasattr(torch.Tensor, "const_data_ptr"):  # new in torch 2.13
+    del OUT["const_data_ptr"]
+
+
 @pytest.mark.parametrize("name", OUT)
 def test_refused_on_every_rank(name):
     for error in run_expecting_errors(take, 2, name):
