@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import pickle
 import warnings
 
 import pytest
@@ -408,3 +409,20 @@ def in_a_graph():
 @pytest.mark.slow
 def test_local_results_in_compiled_functions():
     run_distributed(in_a_graph, 2)
+
+
+def of_the_placements_of_another():
+    mesh = shared_mesh(3)
+    x = shard(torch.arange(24.0).reshape(8, 3), mesh, [Shard(0)], {0: (5, 0, 3)})
+    placements = pickle.loads(pickle.dumps(x.placements))
+    assert placements == (Shard(0),)
+    with count_communication() as counted:
+        y = DTensor.from_local(x.to_local() * 2, mesh, placements, shape=x.shape, stride=x.stride())
+    assert not counted.collectives and isinstance(y, ShardTensor) and torch.equal(y.full_tensor(), x.full_tensor() * 2)
+    fewer = [x.to_local()[:2], x.to_local(), x.to_local()[:1]][mesh.get_local_rank()]
+    z = DTensor.from_local(fewer, mesh, x.placements)
+    assert z.shard_sizes == {0: (2, 0, 1)}  # of other sizes, which are asked for
+
+
+def test_placements_remember_the_sizes_of_a_shape():
+    run_distributed(of_the_placements_of_another, 3)

@@ -1,29 +1,17 @@
-"""torch's pipelines over stages that are sharded in space: local tensors travel between them."""
+"""torch's pipelines over stages that are sharded in space: ShardTensors travel between unmodified modules."""
 
 from __future__ import annotations
 
 import pytest
 import torch
+import torch.distributed.pipelining as pipelining
 from torch import Tensor, nn
-from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 from torch.distributed.tensor import Shard
 
 from shardtensor import ShardTensor
-from shardtensor.testing import run_distributed, shared_mesh
+from shardtensor.testing import run_distributed, shard, shared_mesh
 
-SIZES = {0: (5, 3)}
-
-
-class Local(nn.Module):
-    """A stage that is called with this rank's rows, and returns them."""
-
-    def __init__(self, stage: nn.Module, mesh: object) -> None:
-        super().__init__()
-        self.stage, self.mesh = stage, mesh
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = ShardTensor.from_local(x, self.mesh, (Shard(2),), shard_sizes=SIZES)
-        return self.stage(x).to_local()
+pytestmark = pytest.mark.skipif(torch.__version__ < (2, 12), reason="pipelines of torch 2.11 take no DTensors")
 
 
 def stages():
@@ -34,31 +22,42 @@ def stages():
     ]
 
 
-def train():
+def loss(y: Tensor, target: Tensor) -> Tensor:
+    return (y - target).square().mean()
+
+
+def train(schedule, sizes):
     mesh = shared_mesh((2, 2), ("pp", "domain"))
     domain, i = mesh["domain"], mesh.get_local_rank("pp")
-    parts, alone = stages(), stages()
+    parts, alone = stages(), nn.Sequential(*stages())
     x, target = torch.randn(4, 3, 8, 6, dtype=torch.float64), torch.randn(4, 2, 8, 6, dtype=torch.float64)
-    rows = slice(0, 5) if domain.get_local_rank() == 0 else slice(5, 8)
+    places = domain, [Shard(2)], {0: sizes}
 
-    def loss(y: Tensor, t: Tensor) -> Tensor:
-        y, t = (ShardTensor.from_local(part, domain, (Shard(2),), shard_sizes=SIZES) for part in (y, t))
-        return (y - t).square().mean()
+    def get_mesh(names, layout=None):
+        return domain
 
-    stage = PipelineStage(Local(parts[i], domain), i, 2, torch.device("cpu"), group=mesh.get_group("pp"))
-    schedule, losses = ScheduleGPipe(stage, n_microbatches=2, loss_fn=loss), []
+    stage = pipelining.PipelineStage(parts[i], i, 2, torch.device("cpu"), group=mesh.get_group("pp"), get_mesh=get_mesh)
+    steps, losses = getattr(pipelining, schedule)(stage, n_microbatches=2, loss_fn=loss), []
+    expected = alone(x)
+    loss(expected, target).backward()
     if i == 0:
-        schedule.step(x[:, :, rows])
+        steps.step(shard(x, *places))
     else:
-        schedule.step(target=target[:, :, rows], losses=losses)
-    expected = (nn.Sequential(*alone)(x) - target).square().mean()
-    expected.backward()
-    for found, p in zip(parts[i].parameters(), alone[i].parameters(), strict=True):
-        torch.testing.assert_close(found.grad, p.grad)
-    if losses:
-        torch.testing.assert_close(torch.stack(losses).mean().full_tensor(), expected)
+        y = steps.step(target=shard(target, *places), losses=losses)
+        assert isinstance(y, ShardTensor) and y.shard_sizes == {0: sizes}
+        torch.testing.assert_close(y.full_tensor(), expected, rtol=1e-10, atol=1e-12)
+        found = torch.stack(losses).mean().full_tensor()
+        torch.testing.assert_close(found, loss(expected, target), rtol=1e-10, atol=1e-12)
+    for p, q in zip(parts[i].parameters(), alone[i].parameters(), strict=True):
+        torch.testing.assert_close(p.grad, q.grad, rtol=1e-10, atol=1e-12)
+
+
+def test_stages_of_shards():
+    run_distributed(train, 4, "ScheduleGPipe", (5, 3))
 
 
 @pytest.mark.slow
-def test_stages_of_local_tensors():
-    run_distributed(train, 4)
+@pytest.mark.parametrize("schedule", ["ScheduleGPipe", "Schedule1F1B"])
+@pytest.mark.parametrize("sizes", [(4, 4), (8, 0)])
+def test_stages_of_equal_and_empty_shards(schedule, sizes):
+    run_distributed(train, 4, schedule, sizes)

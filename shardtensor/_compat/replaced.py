@@ -82,7 +82,7 @@ REPLACED = (
         ("torch._weights_only_unpickler:_marked_safe_globals_set",),
         AT_IMPORT,
         "`torch.load(weights_only=True)` builds ShardTensors",
-        "three more entries",
+        "four more entries",
     ),
     Replacement(
         ("torch.library:_defs", "torch.library:_impls", "torch.ops:shardtensor"),

@@ -32,7 +32,7 @@ from .._compat import (
 from .._compat.functorch import forward_mode
 from ..errors import UnsupportedSharding, refuse
 from ..layout.placements import check_own_shard, normalize_placements
-from ..layout.spec import ShardTensorSpec
+from ..layout.spec import ShardTensorSpec, SizedPlacements
 from ..layout.strides import is_dense
 from ..ranks.agreement import MAX_NDIM, agree_on_local, compare_histories
 from ..ranks.first_use import forget_operands
@@ -505,4 +505,4 @@ def import_shardtensor_first(local: Tensor, spec: ShardTensorSpec, requires_grad
 
 
 # What ``torch.load(weights_only=True)`` may build.
-torch.serialization.add_safe_globals([import_shardtensor_first, ShardTensor, ShardTensorSpec])
+torch.serialization.add_safe_globals([import_shardtensor_first, ShardTensor, ShardTensorSpec, SizedPlacements])

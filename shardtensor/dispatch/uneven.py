@@ -23,7 +23,7 @@ from .._compat.c10d import group_along
 from ..errors import refuse
 from ..layout.geometry import chunk_sizes
 from ..layout.placements import given_mesh, mesh_coordinate
-from ..layout.spec import is_uneven, uneven_axes
+from ..layout.spec import SizedPlacements, is_uneven, uneven_axes
 from ..ranks.agreement import gather_with_history
 from ..ranks.cuda_graphs import check_has_values
 from .tensor import ShardTensor
@@ -36,6 +36,11 @@ def _from_local(
     placements: Sequence[Placement] | None,
     options: dict[str, Any],
 ) -> Any:
+    shape = options.get("shape")
+    if shape is not None and isinstance(placements, SizedPlacements):
+        sizes = {m: along for m, along in enumerate(placements.sizes) if along is not None}
+        if all(sum(along) == shape[placements[m].dim] for m, along in sizes.items()):  # type: ignore[attr-defined]
+            return ShardTensor.from_local(local, mesh, placements, shard_sizes=sizes)
     dims: dict[int, int] = {}
     if uneven_axes and placements is not None and isinstance(local, Tensor) and local.ndim:
         mesh = given_mesh(mesh)
@@ -43,7 +48,6 @@ def _from_local(
         dims = {m: d for m, d in shards.items() if is_uneven(mesh, m)}
     if mesh is None or not dims:
         return original(local, mesh, placements, **options)
-    shape = options.get("shape")
     if shape is not None:  # what the caller says is not compared
         _check_own(local, mesh, dims, shape)
         return original(local, mesh, placements, **options)

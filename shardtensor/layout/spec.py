@@ -80,6 +80,7 @@ class ShardTensorSpec(DTensorSpec):
         object.__setattr__(self, "sizes", sizes)
         object.__setattr__(self, "number", next(_numbers))
         self.shard_order = _SizedShardOrder.of(self.shard_order, sizes)
+        self.placements = SizedPlacements(self.placements, sizes)
 
     @staticmethod
     def of(mesh: DeviceMesh, placements: Sequence[Placement], meta: TensorMeta, sizes: Sizes) -> ShardTensorSpec:
@@ -359,7 +360,7 @@ class ShardTensorSpec(DTensorSpec):
 
     def __reduce__(self) -> Any:
         # Without what was computed for this rank and this process.
-        return ShardTensorSpec, (self.mesh, self.placements, self.tensor_meta, self.sizes)
+        return ShardTensorSpec, (self.mesh, tuple(self.placements), self.tensor_meta, self.sizes)
 
     def _stable_hash(self) -> str:
         # For caches on disk: equal in every process and every run, which hash() is not.
@@ -383,6 +384,24 @@ class ShardTensorSpec(DTensorSpec):
         """Shape, dtype and layout, short also in a large world."""
         dtype = str(self.tensor_meta.dtype).removeprefix("torch.")
         return f"{tuple(self.shape)} {dtype} as ({', '.join(axis.in_short() for axis in self.layout)})"
+
+
+class SizedPlacements(tuple[Placement, ...]):
+    """Placements with the sizes attached, and equal to them without.
+
+    Programs of torch take a tensor's placements to make another tensor of this layout, by ``DTensor.from_local``. The
+    stages of its pipelines send them to each other, next to local tensors.
+    """
+
+    sizes: Sizes
+
+    def __new__(cls, placements: Sequence[Placement], sizes: Sizes) -> SizedPlacements:
+        self = super().__new__(cls, placements)
+        self.sizes = sizes
+        return self
+
+    def __reduce__(self) -> Any:
+        return SizedPlacements, (tuple(self), self.sizes)
 
 
 class _SizedShardOrder(tuple[Any, ...]):
