@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import tempfile
 import warnings
 from collections import Counter
@@ -73,6 +74,7 @@ def difference(first, second):
 def compare_calls(folder, names, limit):
     """Where a first call of an operator shows more than its second one."""
     warnings.simplefilter("ignore")
+    gc.disable()
     ranks = dist.get_world_size()
     lockstep = Lockstep(Path(folder) / "lockstep", dist.get_rank(), ranks)
     found, tried = [], 0
@@ -88,6 +90,7 @@ def compare_calls(folder, names, limit):
                 try:
                     for _ in range(3):
                         arguments = place(sample, cut, ranks)
+                        gc.collect(0)  # a mode also sees what is called where others' generators are collected
                         with Called() as function_mode, Seen() as mode:
                             evaluate(expected.function, arguments, expected.gradients)
                         seen.append(mode.calls)
@@ -106,6 +109,7 @@ def compare_calls(folder, names, limit):
                 if problem:
                     found.append(f"{name} {cut}: {problem}")
                 lockstep.outcomes(RIGHT)
+    gc.enable()
     return found, tried
 
 
@@ -126,7 +130,9 @@ def test_first_calls_show_what_later_ones_do():
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_first_calls_inside_selective_checkpointing_are_right(ranks, policy):
-    report = operator_sweep.sweep(operator_names(), ranks, Options(limit=1, checkpoint=policy))
+    # Its derivative runs a backward pass inside of the backward pass, for which the checkpoint recomputes once more.
+    names = [name for name in operator_names() if name != "max_pool2d_with_indices_backward"]
+    report = operator_sweep.sweep(names, ranks, Options(limit=1, checkpoint=policy))
     assert not report.bad(), "\n".join(f"{c.operator} {c.cut}: {c.outcome} {c.detail}" for c in report.bad())
     assert report.counted()["right"] > 1000
 

@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from .._compat import hidden_from_program, is_traced
+from .._compat import hidden_from_program, is_traced, recomputed
 from .._compat.c10d import c10d_all_gather, device_of, group_along, process_group
 from ..errors import RanksDiffer
 from ..layout.caches import forgets
@@ -255,6 +255,7 @@ def compare_histories(what: str, mesh: DeviceMesh) -> None:
     gather_over_mesh((), mesh, what)
 
 
+@recomputed()
 def gather_with_history(number: Tensor, dtype: torch.dtype, group: dist.ProcessGroup) -> Tensor:
     """Every rank's ``number``, a tensor of one element, in one tensor; with them travels what :func:`gather_over_mesh`
     compares.

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..._compat import constant_like, hidden_from_program
+from ..._compat import constant_like, hidden_from_program, recomputed
 from ...communication.redistribute import all_gather, all_reduce, swapped
 from ...layout.caches import cached
 from ...layout.geometry import boundaries_of
@@ -74,6 +74,7 @@ class Found:
         return values
 
 
+@recomputed()
 def find_places(keys: Tensor, dtype: torch.dtype, places: Tensor, groups: Sequence[dist.ProcessGroup]) -> Found:
     """Find the elements at ``places`` (rows, places) of the rows, see [Note: counting].
 

@@ -367,7 +367,12 @@ def plan_linear(call: Arguments, input: ShardTensorSpec, weight: Operand, bias: 
 def _contracted(call: Arguments, input: ShardTensorSpec, weight: ShardTensorSpec) -> Plan:
     lead, rows = tuple(range(len(input.shape) - 1)), ("rows",) * (len(weight.shape) - 1)
     form = Form(((*lead, "k"), (*rows, "k")), (*lead, *rows))
-    return plan_contraction(call, "linear", F.linear, form, "input", "weight")
+    return plan_contraction(call, "linear", _products, form, "input", "weight")
+
+
+def _products(x: Tensor, weight: Tensor) -> Tensor:
+    """``F.linear``, which writes to its result where the input is a vector: selective checkpointing may keep that."""
+    return F.linear(x, weight) if x.ndim > 1 else weight @ x
 
 
 def _linear_by_contraction(mesh: DeviceMesh, x: ShardTensor, weight: Tensor, bias: Tensor | None) -> ShardTensor:

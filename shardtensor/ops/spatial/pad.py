@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..._compat import AutogradFunction, nn_functions
+from ..._compat import AutogradFunction, nn_functions, recomputed
 from ...communication.exchange import plan_intervals
 from ...communication.halo import Axis, Fetch, Narrow
 from ...layout.geometry import Interval, boundaries_of, intersect, intervals_of, length, sizes_of
@@ -168,6 +168,7 @@ def _plan(call: Arguments, pad: Sequence[int], mode: str = "constant", value: fl
     out = resized(spec, meta, dtype, sizes)
     empty, out_shape, casts = mode != "constant" and 0 in shape, out.local_shape(), dtype != spec.tensor_meta.dtype
 
+    @recomputed()
     def padded(local: Tensor) -> Tensor:
         for step in steps:
             local = step(local)
