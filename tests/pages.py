@@ -152,7 +152,9 @@ def run(page: Page, folder: str | None = None) -> Ran:
 
 def _run(page: Page) -> Ran:
     import shardtensor
+    from shardtensor.layout import caches
 
+    caches.forget()  # as a new process: what is looked at in a mesh's first calls
     before = shardtensor.registered()
     module = ModuleType(re.sub(r"\W", "_", page.name))  # classes that a page defines are found by pickle and dataclass
     sys.modules[module.__name__] = module

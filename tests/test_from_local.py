@@ -426,3 +426,22 @@ def of_the_placements_of_another():
 
 def test_placements_remember_the_sizes_of_a_shape():
     run_distributed(of_the_placements_of_another, 3)
+
+
+def of_the_host():
+    mesh = shared_mesh(2)
+    local = torch.full((5 - 2 * mesh.get_local_rank(), 3), 2.0, device="cpu", requires_grad=True)
+    for x in (
+        ShardTensor.from_local(local, mesh, [Shard(0)]),
+        ShardTensor.from_local(local, mesh, [Shard(0)], shard_sizes={0: (5, 3)}),
+    ):
+        assert x.device.type == mesh.device_type and x.shard_sizes == {0: (5, 3)}
+        x.square().sum().backward()
+    assert local.grad.device.type == "cpu" and torch.equal(local.grad, torch.full_like(local, 8.0))
+    loud = ShardTensor.from_local(torch.ones(3, device="cpu"), mesh, [Replicate()])
+    assert loud.device.type == mesh.device_type and float(loud.sum()) == 3
+
+
+@pytest.mark.on_device
+def test_tensors_of_the_host_come_to_the_meshs_device():
+    run_distributed(of_the_host, 2)

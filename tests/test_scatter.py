@@ -146,10 +146,59 @@ def batches(limit):
     return started
 
 
-@pytest.mark.parametrize("limit, batched", [(1 << 23, [3]), (1, [1, 1, 1, 0]), (500, [2, 1])])
+@pytest.mark.parametrize("limit, batched", [(1 << 23, [3]), (500, [2, 1])])
 def test_messages_are_batched_up_to_a_size(limit, batched):
     """The source holds no second copy of all shards."""
     assert run_distributed(batches, 4, limit) == [[1], [1], batched, [1]]
+
+
+def test_large_shards_are_sent_in_parts():
+    """Of (4, 3, 5) and (1, 3, 5) elements the longest dim has 5, in lengths of 2, 2 and 1."""
+    assert run_distributed(batches, 4, 1) == [[1] * 3, [1] * 3, [1] * 9 + [0], [1] * 3]
+
+
+# -- an accelerator that cannot hold the global tensor -----------------------------------------------------------------
+
+
+def from_the_host(sizes):
+    """The source's tensor is the host's; what comes back is, too. Memory and copies of the device are counted."""
+    from device.emulated import counted
+
+    mesh, cuda = shared_mesh(len(sizes)), torch.cuda
+    whole = torch.arange(3 * sum(sizes) * 512.0, device="cpu").view(3, -1, 512)
+    given = whole.requires_grad_() if mesh.get_local_rank() == 1 else None
+    shard_bytes = 3 * max(sizes) * 512 * 4
+    with mock.patch.object(scatter, "_TOGETHER", 3000):
+        scatter_tensor(given, 1, mesh, [Shard(1)], shard_sizes={0: sizes})  # connects the ranks
+        cuda.reset_peak_memory_stats()
+        before = cuda.memory_allocated()
+        with counted() as seen:
+            x = scatter_tensor(
+                given, 1, mesh, [Shard(1)], shard_sizes={0: sizes}, global_shape=whole.shape, dtype=whole.dtype
+            )
+        assert seen.total("sync") <= 1 and not any("pageable" in name for _, name in seen.events), seen.of("sync")
+        if given is not None:
+            # A copy for each of the messages, of which each of the others' shards is four, and those of its own shard.
+            assert seen.total("h2d") == 4 * sum(n > 0 for n in sizes), seen.of("h2d")
+        assert cuda.max_memory_allocated() - before <= 1.3 * shard_bytes
+        assert x.device.type == "cuda" and torch.equal(x.to_local().cpu(), expected_shard(whole.detach(), x))
+        cuda.reset_peak_memory_stats()
+        before = cuda.memory_allocated()
+        gathered = gather_tensor(x, 0, device="cpu")
+        assert cuda.max_memory_allocated() - before <= 0.3 * shard_bytes
+        if gathered is not None:
+            assert gathered.device.type == "cpu" and torch.equal(gathered, whole)
+
+
+@pytest.mark.parametrize("sizes", [(8, 8, 8), (12, 5, 7)])
+def test_no_device_holds_the_global_tensor(sizes, emulated):
+    run_distributed(from_the_host, len(sizes), sizes, timeout=120)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sizes", [(8,) * 8, (9, 12, 7, 0, 10, 8, 1, 12)])
+def test_no_device_of_eight_holds_the_global_tensor(sizes, emulated):
+    run_distributed(from_the_host, 8, sizes, timeout=300)
 
 
 def leaves():

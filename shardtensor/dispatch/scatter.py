@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from itertools import product
-from typing import SupportsIndex
+from typing import NamedTuple, SupportsIndex
 
 import torch
 import torch.distributed as dist
@@ -27,7 +27,7 @@ from ..ranks.groups import connect, own_group
 from ..ranks.waiting import wait_for
 from .tensor import ShardTensor, mark_leaf, redistribute_to, wrap
 
-_TOGETHER = 1 << 23  # bytes; messages of fewer are sent together
+_TOGETHER = 1 << 23  # bytes; messages of fewer are sent together, and shards of more in parts
 
 
 @not_in_graphs("make ShardTensors outside of compiled functions, and pass them in")
@@ -45,12 +45,13 @@ def scatter_tensor(
     """Shard a tensor that one rank holds over a mesh. Collective over the mesh.
 
     First the ranks compare their arguments, with an all-gather of some integers. Then each rank receives its shard in
-    one message, and allocates nothing else. The source packs one shard at a time, or small ones of up to 8 MiB
-    together.
+    one message, or one of more than 8 MiB in four. The source sends one at a time, or small shards of up to 8 MiB
+    together. So on its device the source needs memory for its own shard and a quarter of another one, beyond
+    ``tensor`` if that is there, too.
 
     Args:
-        tensor: the global tensor on rank ``global_src``, on the device type of the mesh. Ignored on other ranks (pass
-            None).
+        tensor: the global tensor on rank ``global_src``, on any device, such as the CPU for one that no accelerator can
+            hold. Ignored on other ranks (pass None).
         global_src: the *global* rank of the source; it must be in the mesh.
         mesh: the mesh of the result; may be a sub-mesh without rank 0. Default: that of the surrounding ``with mesh:``.
         placements: ``Shard`` or ``Replicate`` per mesh dim; default: Replicate everywhere.
@@ -64,8 +65,7 @@ def scatter_tensor(
 
     Raises:
         ValueError: on every rank: arguments that differ between ranks, a source outside the mesh, sizes that do not add
-            up, a Partial placement, a tensor on another device type, or without the given ``global_shape`` and
-            ``dtype``.
+            up, a Partial placement, a tensor on the meta device, or without the given ``global_shape`` and ``dtype``.
         TypeError: the source passes no tensor, a DTensor or a sparse tensor.
         RuntimeError: no process group; an integer tensor with ``requires_grad``.
 
@@ -106,32 +106,34 @@ def scatter_tensor(
         raise say(problem, f"scatter_tensor: source rank {global_src} is this one, and its tensor", mesh)
     if local is None:
         raise ValueError(
-            f"scatter_tensor: source rank {global_src} reports a problem: its tensor is missing, on another device "
-            "than the mesh, not dense, or not of the given global_shape and dtype; its own error says which"
+            f"scatter_tensor: source rank {global_src} reports a problem: its tensor is missing, on the meta device, "
+            "not dense, or not of the given global_shape and dtype; its own error says which"
         )
     return mark_leaf(wrap(local, spec), requires_grad)
 
 
 @torch.no_grad()
-def gather_tensor(x: DTensor, global_dst: int = 0) -> Tensor | None:
+def gather_tensor(x: DTensor, global_dst: int = 0, *, device: torch.device | str | None = None) -> Tensor | None:
     """Gather the global tensor on one rank, for a file or a picture. Collective over the mesh; not differentiable.
 
-    Each rank sends its shard in one message. Only the destination allocates the global tensor, unlike with
-    ``full_tensor``. A Partial is reduced first.
+    Each rank sends its shard in one message, or one of more than 8 MiB in four. Only the destination allocates the
+    global tensor, unlike with ``full_tensor``. A Partial is reduced first.
 
     Args:
         x: a ShardTensor or DTensor.
         global_dst: the *global* rank of the destination; it must be in the mesh.
+        device: of the result. With ``"cpu"`` an accelerator needs memory for a quarter of a shard beyond its own.
+            Default: that of the mesh.
 
     Returns:
-        On the destination, a plain tensor without gradient on the device of the mesh. None on all other ranks.
+        On the destination, a plain tensor without gradient. None on all other ranks.
 
     Raises:
         ValueError: on every rank, if the destination is not in the mesh.
 
     Example::
 
-        whole = gather_tensor(model(x), 0)
+        whole = gather_tensor(model(x), 0, device="cpu")
         if whole is not None:
             np.save("result.npy", whole.numpy())
     """
@@ -149,16 +151,19 @@ def gather_tensor(x: DTensor, global_dst: int = 0) -> Tensor | None:
     if spec.coordinate != to:
         if spec.coordinate in peers and local.numel():
             with communicating(group):
-                _exchange((), [(global_dst, local)], group)
+                for part in _parts(spec, spec.coordinate):
+                    _exchange((), [(global_dst, part.of(local).contiguous())], group)
         return None
-    whole = local.new_empty(spec.shape)
+    whole = local.new_empty(spec.shape, device=device)
     part_at(whole, spec, to).copy_(local)
-    for at in peers:
-        if at != to and 0 not in spec.local_shape(at):
-            shard = local.new_empty(spec.local_shape(at))
-            with communicating(group):
-                _exchange([(rank_at(mesh, at), shard)], (), group)
-            part_at(whole, spec, at).copy_(shard)
+    parts = [(at, part) for at in peers if at != to and 0 not in spec.local_shape(at) for part in _parts(spec, at)]
+    message = local.new_empty(max((part.elements for _, part in parts), default=0))
+    for at, part in parts:
+        place = part.of(part_at(whole, spec, at))
+        received = message[: part.elements].view(place.shape)
+        with communicating(group):
+            _exchange([(rank_at(mesh, at), received)], (), group)
+        place.copy_(received)
     return whole
 
 
@@ -211,49 +216,97 @@ def _group_of(mesh: DeviceMesh) -> dist.ProcessGroup:
 
 
 def _send_shards(tensor: Tensor | None, spec: ShardTensorSpec, group: dist.ProcessGroup) -> Tensor | None:
-    """Send every other rank its shard, and return this rank's. Without a tensor, send that there is a problem.
-
-    The last element of a message says whether it holds a shard: an error must reach every rank, which wait for one
-    message each, and so it costs none of its own.
-    """
-    mine = None
+    """Send every other rank its shard, and return this rank's. Without a tensor, send that there is a problem."""
     packed: list[tuple[int, Tensor]] = []
     with torch.no_grad():
         for at in product(*(range(n) for n in spec.mesh.shape)):
             if at == spec.coordinate:
-                if tensor is not None:
-                    # A copy, so that the shard does not keep the memory of the global tensor alive.
-                    mine = part_at(tensor, spec, at).clone(memory_format=torch.contiguous_format)
                 continue
-            packed.append((rank_at(spec.mesh, at), _packed(tensor, spec, at)))
-            if sum(payload.nbytes for _, payload in packed) >= _TOGETHER:
-                _exchange((), packed, group)
-                packed.clear()
-    _exchange((), packed, group)
-    return mine
+            parts = _parts(spec, at)
+            for part in parts if tensor is not None else parts[:1]:
+                packed.append((rank_at(spec.mesh, at), _message(tensor, spec, at, part)))
+                if len(parts) > 1 or sum(message.nbytes for _, message in packed) >= _TOGETHER:
+                    _exchange((), packed, group)
+                    packed.clear()
+        _exchange((), packed, group)
+        if tensor is None:
+            return None
+        # A copy, so that the shard does not keep the memory of the global tensor alive.
+        mine = _empty(spec, spec.own_shape)
+        for part in _parts(spec, spec.coordinate):
+            part.of(mine).copy_(_ready(part.of(part_at(tensor, spec, spec.coordinate)), mine.device), non_blocking=True)
+        return mine
 
 
-def _packed(tensor: Tensor | None, spec: ShardTensorSpec, at: Sequence[int]) -> Tensor:
-    """The message to the rank at ``at`` of the mesh."""
-    if tensor is None:
-        payload = _payload(spec, at).zero_()
-        payload[-1] = 1
-        return payload
-    shard = part_at(tensor, spec, at)
-    return torch.cat([shard.reshape(-1), shard.new_zeros(1)])
+def _message(tensor: Tensor | None, spec: ShardTensorSpec, at: Sequence[int], part: _Part) -> Tensor:
+    """A part of the shard of the rank at ``at`` of the mesh; zeros where there is no tensor."""
+    message = _empty(spec, [part.elements + part.is_first])
+    if tensor is not None:
+        values = part.of(part_at(tensor, spec, at))
+        message[: part.elements].view(values.shape).copy_(_ready(values, message.device), non_blocking=True)
+    else:
+        message.zero_()
+    if part.is_first:
+        message[-1:].fill_(tensor is None)
+    return message
+
+
+def _ready(values: Tensor, device: torch.device) -> Tensor:
+    """``values``, from where a device copies without the host's waiting: pinned memory, if they are the host's."""
+    if values.device.type != "cpu" or device.type == "cpu":
+        return values
+    return torch.empty(values.shape, dtype=values.dtype, device=values.device, pin_memory=True).copy_(values)
 
 
 def _receive_shard(spec: ShardTensorSpec, src: int, group: dist.ProcessGroup) -> Tensor | None:
     """This rank's shard, or None where the source has a problem."""
-    payload = _payload(spec, spec.coordinate)
-    _exchange([(src, payload)], (), group)
-    return None if bool(payload[-1] != 0) else payload[:-1].view(spec.own_shape)
+    first, *others = _parts(spec, spec.coordinate)
+    message = _empty(spec, [first.elements + 1])
+    _exchange([(src, message)], (), group)
+    if bool(message[-1] != 0):
+        return None
+    if not others:
+        return message[:-1].view(spec.own_shape)
+    shard = _empty(spec, spec.own_shape)
+    for part in (first, *others):
+        place, received = part.of(shard), message[: part.elements]
+        if not part.is_first:
+            _exchange([(src, received)], (), group)
+        place.copy_(received.view(place.shape))
+    return shard
 
 
-def _payload(spec: ShardTensorSpec, at: Sequence[int]) -> Tensor:
-    """Uninitialized memory for the message to the rank at ``at`` of the mesh."""
-    elements = math.prod(spec.local_shape(at)) + 1
-    return torch.empty(elements, dtype=spec.tensor_meta.dtype, device=spec.mesh.device_type)
+class _Part(NamedTuple):
+    """A part of a shard, which is one message: a length along a dim, or all of it.
+
+    The first one has an element more, which says whether the source has a problem: an error must reach every rank, and
+    so costs no message of its own.
+    """
+
+    elements: int
+    is_first: bool
+    along: tuple[int, int, int] | None
+
+    def of(self, shard: Tensor) -> Tensor:
+        return shard if self.along is None else shard.narrow(*self.along)
+
+
+def _parts(spec: ShardTensorSpec, at: Sequence[int]) -> list[_Part]:
+    """Those of the rank at ``at`` of the mesh: quarters of a large shard along its longest dim."""
+    shape = spec.local_shape(at)
+    elements = math.prod(shape)
+    if elements * spec.tensor_meta.dtype.itemsize <= _TOGETHER:
+        return [_Part(elements, True, None)]
+    longest = max(range(len(shape)), key=shape.__getitem__)
+    n = shape[longest]
+    step = -(-n // 4)
+    lengths = [(start, min(step, n - start)) for start in range(0, n, step)]
+    return [_Part(elements // n * length, start == 0, (longest, start, length)) for start, length in lengths]
+
+
+def _empty(spec: ShardTensorSpec, shape: Sequence[int]) -> Tensor:
+    """Uninitialized memory on the mesh's device."""
+    return torch.empty(tuple(shape), dtype=spec.tensor_meta.dtype, device=spec.mesh.device_type)
 
 
 def part_at(tensor: Tensor, spec: ShardTensorSpec, at: Sequence[int]) -> Tensor:

@@ -120,7 +120,8 @@ class ShardTensor(DTensor):
         """Make a ShardTensor of the shards that the ranks hold. Differentiable.
 
         Args:
-            local_tensor: this rank's shard (Shard), copy (Replicate) or contribution (Partial).
+            local_tensor: this rank's shard (Shard), copy (Replicate) or contribution (Partial). It is moved to the
+                mesh's device.
             device_mesh: default: the mesh of the surrounding ``with mesh:``.
             placements: one per mesh dim; default: Replicate everywhere.
             shard_sizes: ``{mesh_dim: (size on rank 0, size on rank 1, ...)}``; mesh dims that are left out get
@@ -138,7 +139,7 @@ class ShardTensor(DTensor):
             x = ShardTensor.from_local(torch.rand(5 if rank == 0 else 3, 4), mesh, (Shard(0),),
                                        shard_sizes={0: (5, 3)})  # x.shape == (8, 4)
         """
-        spec = agree_on_local(local_tensor, device_mesh, placements, shard_sizes)
+        local_tensor, spec = agree_on_local(local_tensor, device_mesh, placements, shard_sizes)
         return conversions.from_local(local_tensor, spec)
 
     @staticmethod

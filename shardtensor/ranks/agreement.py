@@ -13,7 +13,7 @@ import warnings
 import zlib
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -67,9 +67,10 @@ def usable_mesh(mesh: object) -> DeviceMesh:
 
 
 def agree_on_local(
-    local: object, mesh: DeviceMesh | None, placements: Sequence[Placement] | None, shard_sizes: ShardSizes
-) -> ShardTensorSpec:
-    """The spec of the ShardTensor whose shards are the ranks' ``local``; raises alike on all ranks where it can.
+    local: Any, mesh: DeviceMesh | None, placements: Sequence[Placement] | None, shard_sizes: ShardSizes
+) -> tuple[Tensor, ShardTensorSpec]:
+    """``local`` on the mesh's device, and the spec of the ShardTensor whose shards are the ranks' ``local``; raises
+    alike on all ranks where it can.
 
     With sizes given nothing is compared, so that nothing is communicated: a rank whose local tensor does not fit them
     then raises alone.
@@ -81,6 +82,8 @@ def agree_on_local(
     elif shard_sizes is not None and not isinstance(shard_sizes, str):
         raise TypeError(f"shard_sizes must be a dict {{mesh_dim: sizes}}, None or 'even', not {shard_sizes!r}")
     problem = problem_of(local, mesh)
+    if not problem and local.device.type != mesh.device_type:
+        local = local.to(mesh.device_type)
     if shard_sizes is None or debug_enabled():
         asked = described(placements, shard_sizes)
         looked_at = _is_early("shards", mesh) and not problem
@@ -88,12 +91,10 @@ def agree_on_local(
         claims = claims_of(local, problem, "placements or shard_sizes", asked, mesh, sample)
         spec = _from_claims(claims, local, mesh, placements, shard_sizes)
         _warn_of_copies(claims, spec)
-        assert isinstance(local, Tensor)
         _note_replicated(local, spec)
-        return spec
+        return local, spec
     if problem:
         raise say(problem, "the local tensor", mesh)
-    assert isinstance(local, Tensor)
     placements = normalize_placements(placements, mesh, local.ndim)
     shape = list(local.shape)
     sizes = {} if isinstance(shard_sizes, str) else shard_sizes
@@ -103,7 +104,7 @@ def agree_on_local(
     spec = _checked(local, mesh, placements, shape, shard_sizes)
     record_over_mesh(f"from_local of {spec.in_short}", mesh)
     _note_replicated(local, spec)
-    return spec
+    return local, spec
 
 
 def _note_replicated(local: Tensor, spec: ShardTensorSpec) -> None:
@@ -153,7 +154,7 @@ def _checked(
 _PROBLEMS: dict[int, tuple[type[Exception], str]] = {
     (NOT_A_TENSOR := 1): (TypeError, "must be a torch.Tensor"),
     (IS_DTENSOR := 2): (TypeError, "is a DTensor already; use ShardTensor.from_dtensor, or pass its to_local()"),
-    (WRONG_DEVICE := 3): (ValueError, "is not on the mesh's device type {device!r}; move it there first"),
+    (NO_VALUES := 3): (ValueError, "is on the meta device, so it has no values for the mesh's device {device!r}"),
     (TOO_MANY_DIMS := 4): (ValueError, "has more than {dims} dims, which is not supported"),
     (NOT_STRIDED := 5): (TypeError, "is sparse, nested or quantized; pass a dense tensor, such as its to_dense()"),
     (OTHER_META := 6): (ValueError, "is not of the given global_shape and dtype"),
@@ -166,8 +167,8 @@ def problem_of(tensor: object, mesh: DeviceMesh) -> int:
         return NOT_A_TENSOR
     if isinstance(tensor, DTensor):
         return IS_DTENSOR
-    if tensor.device.type != mesh.device_type:
-        return WRONG_DEVICE
+    if tensor.is_meta and mesh.device_type != "meta":
+        return NO_VALUES
     if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_nested:
         return NOT_STRIDED
     return TOO_MANY_DIMS if tensor.ndim > MAX_NDIM else 0
