@@ -122,7 +122,7 @@ def writes(func: Callable[..., Any]) -> bool:
     name, module = getattr(func, "__name__", ""), getattr(getattr(func, "__objclass__", func), "__module__", None)
     if (module or "").partition(".")[0] != "torch":
         return False
-    operator = getattr(torch.ops.aten, name, None)
+    operator = getattr(torch.ops.aten, f"_foreach_{name}" if module == "torch.foreach" else name, None)
     return writes(operator) if isinstance(operator, OpOverloadPacket) else name in _WITHOUT_SCHEMA
 
 
