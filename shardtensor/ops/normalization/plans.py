@@ -49,8 +49,11 @@ class Norm(Plan):
         self.metas = [p.tensor_meta if isinstance(p, ShardTensorSpec) else p for p in parameters]
 
     def forward(self, x: Tensor, weight: Tensor | None, bias: Tensor | None = None, *buffers: Tensor | None) -> Kept:
-        if self.updates and not torch.is_grad_enabled() and self._is_kept(x, weight, bias, *buffers):
-            buffers = ()
+        if self.updates and not torch.is_grad_enabled():
+            # Where selective checkpointing keeps one device's result, its kernel updates the statistics once. What is
+            # computed here is computed again.
+            if result_is_kept(torch.batch_norm, lambda: self._of_one_device(x, weight, bias, *buffers)):
+                buffers = ()
         if self.casts:
             with torch.autocast(x.device.type, enabled=False):
                 return self._forward(x, weight, bias, *buffers)
@@ -59,18 +62,11 @@ class Norm(Plan):
     def _forward(self, x: Tensor, weight: Tensor | None, bias: Tensor | None, *buffers: Tensor | None) -> Kept:
         raise NotImplementedError
 
-    def _is_kept(self, x: Tensor, *parameters: Tensor | None) -> bool:
-        """Whether selective checkpointing has kept one device's result, whose kernel updates statistics once then.
-
-        What is computed here is computed again.
-        """
-
-        def arguments() -> Sequence[Any]:
-            shape = self.geometry.spec.shape
-            given = [None if p is None else p.new_empty(1).expand(shape[1]) for p in parameters]
-            return x.new_empty(1).expand(shape), *given, True, 0.1, self.geometry.eps, torch.backends.cudnn.enabled
-
-        return result_is_kept(torch.batch_norm, arguments)
+    def _of_one_device(self, x: Tensor, *parameters: Tensor | None) -> Sequence[Any]:
+        """The arguments of ``torch.batch_norm`` on one device, in shape; their elements share memory."""
+        shape = self.geometry.spec.shape
+        given = [None if p is None else p.new_empty(1).expand(shape[1]) for p in parameters]
+        return x.new_empty(1).expand(shape), *given, True, 0.1, self.geometry.eps, torch.backends.cudnn.enabled
 
     def _own(self, parameter: Tensor | None, i: int) -> Tensor | None:
         """The part of weight (0) or bias (1) that belongs to the shard, contiguous.
