@@ -33,6 +33,7 @@ from ..dispatch.planning import spec_of
 from ..layout.placements import AxisLayout, given_mesh
 from ..ranks.equal_values import synchronize
 from .domain_parallel import DomainParallel
+from .setup import device
 from .units import shard_by_units
 
 __all__ = [
@@ -40,6 +41,7 @@ __all__ = [
     "Parallelized",
     "clip_grad_norm_",
     "contribute_gradients",
+    "device",
     "parallelize",
     "synchronize",
     "tensor_parallel",
