@@ -59,7 +59,7 @@ def steps_of(network: Network, mesh: DeviceMesh, shape: tuple[int, ...]) -> dict
         x, half = (
             ShardTensor.from_local(t, me, (Shard(dim),), shard_sizes={0: (t.shape[dim],)}) for t in local.values()
         )
-        sharded = scatter_tensor(local["one"], 0, mesh, (Shard(dim),))
+        sharded = scatter_tensor(local["one"], mesh, (Shard(dim),))
     else:
         sizes = {0: tuple(t.shape[dim] for t in x.chunk(mesh.size(), dim))}
         mine = x.chunk(mesh.size(), dim)[mesh.get_local_rank()].contiguous()  # the seed is the same on all ranks
@@ -160,7 +160,7 @@ def against_distvae(mesh: DeviceMesh, budget: float) -> Figure:
     except ImportError:
         return Figure(GROUP, title, None, bar=0.8, note="DistVAE is not installed")
     latent = torch.randn(1, 4, 32, 32)
-    sharded = scatter_tensor(latent, 0, mesh, (Shard(2),))
+    sharded = scatter_tensor(latent, mesh, (Shard(2),))
     with torch.no_grad():
         runs: dict[str, Run] = {
             "ShardTensor": lambda: ours.decode(sharded).sample,

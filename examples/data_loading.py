@@ -75,13 +75,13 @@ def scattered(blocks: Blocks, mesh: dist.DeviceMesh, rows: tuple[int, ...]) -> S
     if mesh["domain"].get_local_rank() == 0:
         dp = mesh["dp"]
         loader = DataLoader(blocks, batch_size=None, sampler=sampler(blocks, dp.size(), dp.get_local_rank()))
-    return ShardLoader(loader, mesh["domain"], (Shard(2),), shard_sizes={0: rows})
+    return ShardLoader(loader, mesh["domain"], (Shard(2),), shard_sizes=rows)
 
 
 def sliced(blocks: Blocks, mesh: dist.DeviceMesh, rows: tuple[int, ...]) -> Iterator[torch.Tensor]:
     """Every rank reads its own band of each batch, and nothing is sent."""
     for i in sampler(blocks, mesh["dp"].size(), mesh["dp"].get_local_rank()):
-        yield read(blocks.archive, mesh["domain"], (Shard(2),), index=blocks.hours(i), shard_sizes={0: rows})
+        yield read(blocks.archive, mesh["domain"], (Shard(2),), index=blocks.hours(i), shard_sizes=rows)
 
 
 def make_model(device: torch.device) -> nn.Module:
@@ -162,16 +162,20 @@ def check_memory(path: str, mesh: dist.DeviceMesh, rows: tuple[int, ...]) -> boo
         passed = passed and fits
         if dist.get_rank() == 0:
             what = f"batch {batch / MIB:.0f} + " if source else ""
-            print(f"{'PASS' if fits else 'FAIL'}: rank {rank} needs {peak / MIB:.0f} MiB at most to load: {what}two "
-                  f"shards of {shard / MIB:.0f} are {expected / MIB:.0f}, allowed 32 more")
+            print(
+                f"{'PASS' if fits else 'FAIL'}: rank {rank} needs {peak / MIB:.0f} MiB at most to load: {what}two "
+                f"shards of {shard / MIB:.0f} are {expected / MIB:.0f}, allowed 32 more"
+            )
     return passed
 
 
 def check_losses(name: str, losses: list[float], alone: list[float]) -> bool:
     worst = max(abs(a - b) / abs(b) for a, b in zip(losses, alone, strict=True))
     passed = worst <= 1e-4
-    print(f"{'PASS' if passed else 'FAIL'}: {name}: largest relative difference of the losses from one process's "
-          f"{worst:.1e}, allowed 1e-04")
+    print(
+        f"{'PASS' if passed else 'FAIL'}: {name}: largest relative difference of the losses from one process's "
+        f"{worst:.1e}, allowed 1e-04"
+    )
     return passed
 
 

@@ -97,8 +97,7 @@ class Domain:
         assert self.done is not None
         mesh = self.done.inputs
         if not self.three_d:
-            source = dist.get_global_rank(mesh.get_group(), 0)
-            return scatter_tensor(batch, source, mesh, (Shard(2),), shard_sizes={0: rows(mesh.size())})
+            return scatter_tensor(batch, mesh, (Shard(2),), shard_sizes=rows(mesh.size()))
         # Here the mesh holds the data axis, too: the batches of all ranks along it make up one.
         sizes = rows(mesh["domain"].size())
         mine = batch.split(sizes, dim=2)[mesh["domain"].get_local_rank()].contiguous()

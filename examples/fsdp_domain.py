@@ -76,10 +76,8 @@ def scatter(batch: torch.Tensor | None, mesh: dist.DeviceMesh, args: argparse.Na
     """
     rows = make_layout({"rows": args.resolution}, mesh["domain"].size(), None, [args.rank_sizes]).sizes["rows"]
     if args.spmd:
-        return scatter_tensor(batch, 0, mesh, (Shard(0), Shard(2)), shard_sizes={1: rows})
-    domain = mesh["domain"]
-    source = dist.get_global_rank(domain.get_group(), 0)
-    return scatter_tensor(batch, source, domain, (Shard(2),), shard_sizes={0: rows})
+        return scatter_tensor(batch, mesh, (Shard(0), Shard(2)), shard_sizes={1: rows})
+    return scatter_tensor(batch, mesh["domain"], (Shard(2),), shard_sizes=rows)
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -142,8 +140,10 @@ def main() -> None:
             worst = ((losses - alone).abs() / alone).max().item()
             allowed = {"float32": 1e-4, "float64": 1e-9}[args.dtype]
             passed = worst <= allowed
-            print(f"{'PASS' if passed else 'FAIL'}: largest relative difference of the losses from one process's "
-                  f"{worst:.1e}, allowed for {args.dtype}: {allowed:.0e}")
+            print(
+                f"{'PASS' if passed else 'FAIL'}: largest relative difference of the losses from one process's "
+                f"{worst:.1e}, allowed for {args.dtype}: {allowed:.0e}"
+            )
         dist.barrier()
     dist.destroy_process_group()
     # torch's gloo threads now and then abort the interpreter's own clean-up, after all work is done.

@@ -13,7 +13,7 @@ from .context import allow_gather
 from .dispatch import functions, gradients, uneven, user_strategies  # noqa: F401  # some put their hooks in place
 from .dispatch.patches import install
 from .dispatch.registry import Support, register, registered, supports, unregister
-from .dispatch.scatter import gather_tensor, scatter_tensor
+from .dispatch.scatter import distribute_tensor, gather_tensor, scatter_tensor
 from .dispatch.tensor import ShardTensor
 from .errors import LocalSizeError, LostRankError, RanksDiffer, ThreadConflict, UnsupportedSharding
 from .layout.spec import ShardTensorSpec
@@ -36,6 +36,7 @@ __all__ = [
     # tensors
     "ShardTensor",
     "ShardTensorSpec",
+    "distribute_tensor",
     "gather_tensor",
     "scatter_tensor",
     # how operators run

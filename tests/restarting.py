@@ -41,7 +41,7 @@ def main(folder: Path, how: str) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         generator = seeded(step)
         image = torch.randn(1, 2, 13, 8, generator=generator) if dist.get_rank() == 0 else None
-        x = scatter_tensor(image, 0, mesh, (Shard(2),))
+        x = scatter_tensor(image, mesh, (Shard(2),))
         optimizer.zero_grad()
         loss = (net(x) - x).square().mean()
         loss.backward()

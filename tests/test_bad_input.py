@@ -81,7 +81,7 @@ def from_local(case):
             x = build(ones(4, 2), mesh, [Shard(0)]).requires_grad_()
             x.to_local(grad_placements=[Shard(0), Replicate()])
         case "sizes type":
-            build(ones(4, 2), mesh, [Shard(0)], shard_sizes=[(4, 4)])
+            build(ones(4, 2), mesh, [Shard(0)], shard_sizes={4, 4})
 
 
 FROM_LOCAL = [
@@ -114,7 +114,7 @@ FROM_LOCAL = [
     ("nested", TypeError, "is sparse, nested or quantized"),
     ("plain as DTensor", TypeError, "from_dtensor takes a DTensor, not Tensor; use from_local"),
     ("layouts of a gradient", ValueError, "2 placements"),
-    ("sizes type", TypeError, "must be a dict {mesh_dim: sizes}"),
+    ("sizes type", TypeError, "must be sizes, a dict {mesh_dim: sizes}"),
 ]
 
 
@@ -185,7 +185,7 @@ def outside(what):
         ShardTensor.from_local(torch.ones(2), foreign, [Shard(0)], shard_sizes="even")
     if what == "scatter":
         source = 3 if dist.get_rank() < 2 else 0  # each half names a rank of the other
-        scatter_tensor(torch.ones(4), source, half, [Shard(0)])
+        scatter_tensor(torch.ones(4), half, [Shard(0)], source=source)
     if what == "two mesh dims":
         ShardTensor.from_local(torch.ones(4, 4), grid, [Shard(1), Shard(-1)])
     if what == "strided":
@@ -221,41 +221,41 @@ def scatter(case):
     given = {"global_shape": (8,), "dtype": torch.float32}
     match case:
         case "none":
-            scatter_tensor(None, 0, mesh, [Shard(0)])
+            scatter_tensor(None, mesh, [Shard(0)])
         case "none, meta given":
-            scatter_tensor(None, 0, mesh, [Shard(0)], **given)
+            scatter_tensor(None, mesh, [Shard(0)], **given)
         case "other shape":
-            scatter_tensor(torch.ones(9) if first else None, 0, mesh, [Shard(0)], **given)
+            scatter_tensor(torch.ones(9) if first else None, mesh, [Shard(0)], **given)
         case "other dtype":
-            scatter_tensor(ones.double() if first else None, 0, mesh, [Shard(0)], **given)
+            scatter_tensor(ones.double() if first else None, mesh, [Shard(0)], **given)
         case "other shape, dtype not given":
-            scatter_tensor(ones if first else None, 0, mesh, [Shard(0)], global_shape=(9,))
+            scatter_tensor(ones if first else None, mesh, [Shard(0)], global_shape=(9,))
         case "device":
-            scatter_tensor(ones.to("meta") if first else None, 0, mesh, [Shard(0)])
+            scatter_tensor(ones.to("meta") if first else None, mesh, [Shard(0)])
         case "device, meta given":
-            scatter_tensor(ones.to("meta") if first else None, 0, mesh, [Shard(0)], **given)
+            scatter_tensor(ones.to("meta") if first else None, mesh, [Shard(0)], **given)
         case "sizes":
-            scatter_tensor(ones if first else None, 0, mesh, [Shard(0)], shard_sizes={0: (5, 4)})
+            scatter_tensor(ones if first else None, mesh, [Shard(0)], shard_sizes={0: (5, 4)})
         case "fractions":
-            scatter_tensor(ones if first else None, 0, mesh, [Shard(0)], shard_sizes={0: (5.7, 2.3)})
+            scatter_tensor(ones if first else None, mesh, [Shard(0)], shard_sizes={0: (5.7, 2.3)})
         case "no such dim":
-            scatter_tensor(ones if first else None, 0, mesh, [Shard(1)])
+            scatter_tensor(ones if first else None, mesh, [Shard(1)])
         case "partial":
-            scatter_tensor(ones if first else None, 0, mesh, [Partial()])
+            scatter_tensor(ones if first else None, mesh, [Partial()])
         case "source, a fraction":
-            scatter_tensor(torch.ones(8), 0.0, mesh, [Shard(0)])
+            scatter_tensor(torch.ones(8), mesh, [Shard(0)], source=0.0)
         case "swapped":
-            scatter_tensor(torch.ones(8), mesh, 0, [Shard(0)])
+            scatter_tensor(torch.ones(8), 0, [Shard(0)], source=mesh)
         case "source":
-            scatter_tensor(ones, 7, mesh, [Shard(0)])
+            scatter_tensor(ones, mesh, [Shard(0)], source=7)
         case "integer":
-            scatter_tensor(ones.long() if first else None, 0, mesh, [Shard(0)], requires_grad=True)
+            scatter_tensor(ones.long() if first else None, mesh, [Shard(0)], requires_grad=True)
         case "placements":
-            scatter_tensor(ones if first else None, 0, mesh, [Shard(0), Shard(0)])
+            scatter_tensor(ones if first else None, mesh, [Shard(0), Shard(0)])
         case "shardtensor":
-            scatter_tensor(ShardTensor.from_local(ones, mesh, [Shard(0)]), 0, mesh, [Shard(0)])
+            scatter_tensor(ShardTensor.from_local(ones, mesh, [Shard(0)]), mesh, [Shard(0)])
         case "sparse":
-            scatter_tensor(ones.to_sparse() if first else None, 0, mesh, [Shard(0)])
+            scatter_tensor(ones.to_sparse() if first else None, mesh, [Shard(0)])
 
 
 SCATTER = [
@@ -270,8 +270,8 @@ SCATTER = [
     ("fractions", TypeError, "shard sizes must be integers, not (5.7, 2.3)"),
     ("no such dim", ValueError, "the tensor has only 1 dims"),
     ("partial", ValueError, "only Shard and Replicate"),
-    ("source", ValueError, "global_src=7 is not in the mesh [0, 1]"),
-    ("source, a fraction", TypeError, "global_src must be a rank, an integer, not 0.0"),
+    ("source", ValueError, "source=7 is not in the mesh [0, 1]"),
+    ("source, a fraction", TypeError, "source must be a rank, an integer, not 0.0"),
     ("swapped", TypeError, "the mesh must be a DeviceMesh, as init_device_mesh makes one, not int 0"),
     ("integer", RuntimeError, "only floating point and complex tensors can require gradients"),
     ("placements", ValueError, "2 placements"),
@@ -299,9 +299,9 @@ def test_scatter_says_what_is_wrong_on_every_rank(case, kind, text):
 def scatter_differently(what):
     mesh, rank = shared_mesh(3), dist.get_rank()
     last = rank == 2
-    arguments = {"global_src": 0, "placements": [Shard(0)], "shard_sizes": {0: (3, 3, 2)}}
+    arguments = {"source": 0, "placements": [Shard(0)], "shard_sizes": {0: (3, 3, 2)}}
     if last:
-        other = {"global_src": 2, "placements": [Shard(1)], "shard_sizes": {0: [2, 3, 3]}, "requires_grad": True}
+        other = {"source": 2, "placements": [Shard(1)], "shard_sizes": {0: [2, 3, 3]}, "requires_grad": True}
         arguments[what] = other[what]
     scatter_tensor(torch.ones(8, 8), mesh=mesh, **arguments)
 
@@ -309,7 +309,7 @@ def scatter_differently(what):
 @pytest.mark.parametrize(
     ("what", "first", "second"),
     [
-        ("global_src", "global_src=0, ", "global_src=2, "),
+        ("source", "source=0, ", "source=2, "),
         ("placements", "placements=(Shard(dim=0),)", "placements=(Shard(dim=1),)"),
         ("shard_sizes", "shard_sizes={0: (3, 3, 2)}", "shard_sizes={0: (2, 3, 3)}"),
         ("requires_grad", "requires_grad=False", "requires_grad=True"),
@@ -325,7 +325,7 @@ def test_scatter_shows_arguments_that_differ_to_every_rank(what, first, second):
 def scatter_differently_with_meta():
     sizes = ((5, 3), (4, 4))[dist.get_rank()]
     given = {"global_shape": (8,), "dtype": torch.float32}
-    scatter_tensor(torch.ones(8), 0, shared_mesh(2), [Shard(0)], shard_sizes={0: sizes}, **given)
+    scatter_tensor(torch.ones(8), shared_mesh(2), [Shard(0)], shard_sizes={0: sizes}, **given)
 
 
 def test_debugging_compares_the_arguments_of_scatter_where_nothing_else_is_gathered():
@@ -339,7 +339,7 @@ def test_without_a_process_group_the_error_tells_how_to_start():
     with pytest.raises(RuntimeError, match=r"torchrun and call torch.distributed.init_process_group\(\)"):
         ShardTensor.from_local(torch.ones(2), object(), [Shard(0)])
     with pytest.raises(RuntimeError, match="needs a process group"):
-        scatter_tensor(torch.ones(2), 0, object(), [Shard(0)])
+        scatter_tensor(torch.ones(2), object(), [Shard(0)])
 
 
 def different_meshes():

@@ -801,3 +801,28 @@ def test_errors_of_the_faster_way():
         DomainParallel(inputs=Shard(2), outputs=Replicate(), when="sometimes")
     with pytest.raises(ValueError, match="give one layout for all outputs"):
         DomainParallel(inputs=Shard(2), outputs=None, when="auto")
+
+
+# -- inputs on another device ------------------------------------------------------------------------------------------
+
+
+def from_the_host():
+    """Inputs on the CPU: each device gets its part; one that requires gradients gets them where it is."""
+    mesh = shared_mesh(2)
+    module = nn.Conv1d(2, 2, 3, padding=1)
+    x = torch.randn(1, 2, 1 << 12, device="cpu", requires_grad=True)
+    expected = copy.deepcopy(module).to("cpu")(x)
+    (gradient,) = torch.autograd.grad(expected.square().sum(), x)
+    parallelize_module(module, mesh, DomainParallel(inputs=Shard(2), outputs=Shard(2), when="auto"))
+    with torch.no_grad():
+        for _ in range(6):
+            y = module(x)
+    assert y.device.type == mesh.device_type and y.shard_sizes == {0: (1 << 11, 1 << 11)}
+    torch.testing.assert_close(y.full_tensor().cpu(), expected)
+    module(x).square().sum().backward()
+    assert x.grad.device.type == "cpu"
+    torch.testing.assert_close(x.grad, gradient)
+
+
+def test_inputs_of_the_host(emulated):
+    run_distributed(from_the_host, 2)

@@ -114,12 +114,9 @@ OTHERWISE = {
     "number read": lambda x, h, odd: x.sum().item() if odd else conv(x),
     "full tensor": lambda x, h, odd: x.full_tensor() if odd else x,
     "from_local": lambda x, h, odd: conv(x) if odd else ShardTensor.from_local(torch.ones(2), h.mesh),
-    "scatter": lambda x, h, odd: (
-        conv(x) if odd else scatter_tensor(torch.ones(4), 0, h.mesh, [Replicate()] * h.mesh.ndim)
-    ),
+    "scatter": lambda x, h, odd: conv(x) if odd else scatter_tensor(torch.ones(4), h.mesh, [Replicate()] * h.mesh.ndim),
     "scatter to sizes": lambda x, h, odd: scatter_tensor(
         torch.ones(16) if h.rank == 0 else None,
-        0,
         h.mesh,
         (Shard(0),),
         shard_sizes={0: h.sizes[::-1] if odd else h.sizes},

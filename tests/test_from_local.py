@@ -445,3 +445,15 @@ def of_the_host():
 @pytest.mark.on_device
 def test_tensors_of_the_host_come_to_the_meshs_device():
     run_distributed(of_the_host, 2)
+
+
+def from_an_offloaded_dtensor():
+    mesh = shared_mesh(2)
+    weight = distribute_tensor(torch.arange(6.0), mesh, [Shard(0)])
+    x = ShardTensor.from_dtensor(weight.cpu())
+    assert x.device.type == x.to_local().device.type == mesh.device_type
+    assert torch.equal(x.full_tensor().cpu(), torch.arange(6.0, device="cpu"))
+
+
+def test_a_dtensor_comes_to_its_mesh(emulated):
+    run_distributed(from_an_offloaded_dtensor, 2)

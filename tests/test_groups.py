@@ -96,7 +96,7 @@ def scattered() -> None:
     source = planes.mesh.flatten().tolist()[-1]
     whole = torch.arange(5.0, device=torch.empty(0, device=planes.device_type).device)
     with in_more_groups(dist.get_rank()):
-        x = scatter_tensor(whole if dist.get_rank() == source else None, source, planes)
+        x = scatter_tensor(whole if dist.get_rank() == source else None, planes, source=source)
     assert torch.equal(x.to_local(), whole)
 
 

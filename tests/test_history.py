@@ -87,7 +87,7 @@ def differ(what, ask):
     elif ask == "from_local":
         ShardTensor.from_local(torch.ones(2), mesh, (Shard(0),))
     elif ask == "scatter":
-        scatter_tensor(torch.ones(2) if mesh.get_local_rank() == 0 else None, 0, mesh, (Shard(0),))
+        scatter_tensor(torch.ones(2) if mesh.get_local_rank() == 0 else None, mesh, (Shard(0),))
     elif ask == "full_tensor":
         y.full_tensor()
     elif ask == "check":

@@ -211,7 +211,7 @@ def test_double_backward_does_not_drop_terms():
 def scattered():
     whole = numbers(6, 8).t()  # not contiguous
     rank = torch.distributed.get_rank()
-    x = scatter_tensor(whole if rank == 0 else None, 0, shared_mesh(2), (Shard(0),), shard_sizes={0: (5, 3)})
+    x = scatter_tensor(whole if rank == 0 else None, shared_mesh(2), (Shard(0),), shard_sizes={0: (5, 3)})
     assert torch.equal(x.full_tensor(), whole)
 
 

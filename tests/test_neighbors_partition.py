@@ -207,10 +207,10 @@ def on_shards(ranks):
     found = partition(positions=positions, edge_index=edges, ranks=ranks)
     edge_index, sizes, order = found.edges(edges)
     mesh = shared_mesh(ranks)
-    nodes = scatter_tensor(found.nodes(x.detach()), 0, mesh, (Shard(0),), shard_sizes={0: found.sizes})
+    nodes = scatter_tensor(found.nodes(x.detach()), mesh, (Shard(0),), shard_sizes={0: found.sizes})
     nodes.requires_grad_()
-    index = scatter_tensor(edge_index, 0, mesh, (Shard(1),), shard_sizes={0: sizes})
-    of_edges = scatter_tensor(weights[order], 0, mesh, (Shard(0),), shard_sizes={0: sizes})
+    index = scatter_tensor(edge_index, mesh, (Shard(1),), shard_sizes={0: sizes})
+    of_edges = scatter_tensor(weights[order], mesh, (Shard(0),), shard_sizes={0: sizes})
     result = layer(nodes, index, of_edges)
     assert result.shape == expected.shape
     torch.testing.assert_close(found.back(result.full_tensor()), expected.detach(), rtol=1e-10, atol=1e-12)
@@ -275,7 +275,7 @@ def test_bytes_take_edges():
 
 
 def sharded_positions():
-    partition(positions=scatter_tensor(X, 0, shared_mesh(2), (Shard(0),)), ranks=2)
+    partition(positions=scatter_tensor(X, shared_mesh(2), (Shard(0),)), ranks=2)
 
 
 def test_shards_are_refused():

@@ -128,7 +128,7 @@ warnings.simplefilter("error")
 import shardtensor
 
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-x = shardtensor.scatter_tensor(torch.arange(30.0).view(1, 2, 3, 5), 0, init_device_mesh("cpu", (1,)), (Shard(2),))
+x = shardtensor.scatter_tensor(torch.arange(30.0).view(1, 2, 3, 5), init_device_mesh("cpu", (1,)), (Shard(2),))
 x.requires_grad_()
 y = torch.nn.Conv2d(2, 2, 3, padding=1)(x)
 y.square().mean().backward()

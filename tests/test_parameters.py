@@ -37,7 +37,7 @@ def rows(n: int = 7, sizes: tuple[int, ...] = (5, 2), **options: bool):
     """A plain input, and the same over all ranks."""
     whole = torch.linspace(-1, 1, 6 * n, dtype=torch.float64).view(n, 6).sin()
     mesh = init_device_mesh(torch.get_default_device().type, (len(sizes),))
-    x = scatter_tensor(whole, 0, mesh, (Shard(0),), shard_sizes={0: sizes})
+    x = scatter_tensor(whole, mesh, (Shard(0),), shard_sizes={0: sizes})
     return whole.requires_grad_(**options), x.requires_grad_(**options)
 
 
@@ -395,7 +395,7 @@ def trained_in_part(sizes: tuple[int, ...], early: bool) -> None:
                     getattr(layer, trained).requires_grad_()
                     x = torch.randn(2, 3, sum(sizes), 4).to(memory_format=memory)
                     if sharded:
-                        x = scatter_tensor(x, 0, mesh["domain"], (Shard(2),), shard_sizes={0: sizes})
+                        x = scatter_tensor(x, mesh["domain"], (Shard(2),), shard_sizes={0: sizes})
                     x.requires_grad_(name == "group norm")  # without it, torch's kernel for channels-last crashes
                     wrap = sharded and early
                     model = DistributedDataParallel(layer, process_group=mesh["data"].get_group()) if wrap else layer

@@ -157,7 +157,7 @@ def one_rank_loads():
     mesh = shared_mesh((2, 2), ("data", "domain"))["domain"]
     source = dist.get_process_group_ranks(mesh.get_group())[0]
     image = numbers(1, 3, 9, 4, seed=source) if dist.get_rank() == source else None
-    x = scatter_tensor(image, source, mesh, [Shard(2)], shard_sizes={0: (2, 7)})
+    x = scatter_tensor(image, mesh, [Shard(2)], shard_sizes={0: (2, 7)}, source=source)
     assert torch.equal(x.full_tensor(), numbers(1, 3, 9, 4, seed=source))
 
 
@@ -209,7 +209,7 @@ def no_mesh_is_passed():
         cut = {"placements": [Shard(0)], "shard_sizes": {0: (2, 7)}}
         made = [
             ShardTensor.from_local(mine, **cut),
-            scatter_tensor(whole if dist.get_rank() == source else None, source, **cut),
+            scatter_tensor(whole if dist.get_rank() == source else None, **cut, source=source),
             read(whole.cpu().numpy(), **cut),
             *ShardLoader([whole], **cut),
         ]

@@ -26,11 +26,10 @@ def main(after: str) -> None:
     mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("dp", "domain"))
     model = nn.Sequential(nn.Conv1d(2, 4, 3, padding=1), nn.ReLU(), nn.Conv1d(4, 2, 3, padding=1))
     parallelize(model, mesh, reshard_after_forward=True)
-    source = dist.get_global_rank(mesh.get_group("domain"), 0)
 
     def loss() -> torch.Tensor:
-        batch = torch.randn(1, 2, 16) if dist.get_rank() == source else None
-        return model(scatter_tensor(batch, source, mesh["domain"], (Shard(2),))).square().mean()
+        batch = torch.randn(1, 2, 16) if mesh["domain"].get_local_rank() == 0 else None
+        return model(scatter_tensor(batch, mesh["domain"], (Shard(2),))).square().mean()
 
     loss().backward()
     with torch.no_grad():

@@ -69,7 +69,7 @@ def scatter(tensors: Sequence[Tensor | None], device: torch.device, layout: Layo
     names = tuple(layout.sizes)[: len(layout.mesh)]
     mesh = dist.init_device_mesh(device.type, layout.mesh, mesh_dim_names=names)
     placements = [Shard(2 + axis) for axis in range(mesh.ndim)]
-    return [scatter_tensor(each, 0, mesh, placements, shard_sizes=layout.shard_sizes) for each in tensors]
+    return [scatter_tensor(each, mesh, placements, shard_sizes=layout.shard_sizes) for each in tensors]
 
 
 def leave(args: argparse.Namespace, passed: bool = True) -> None:

@@ -67,8 +67,7 @@ def scattered(tensors: Sequence[Tensor | None], graph: Graph, device: torch.devi
     mesh = dist.init_device_mesh(device.type, (dist.get_world_size(),))
     layouts = [(0, graph.pixels.sizes)] * 2 + [(1, e.sizes) for e in (graph.encode, graph.process, graph.decode)]
     return [
-        scatter_tensor(tensor, 0, mesh, [Shard(dim)], shard_sizes={0: sizes})
-        for tensor, (dim, sizes) in zip(tensors, layouts)
+        scatter_tensor(tensor, mesh, [Shard(dim)], shard_sizes=sizes) for tensor, (dim, sizes) in zip(tensors, layouts)
     ]
 
 

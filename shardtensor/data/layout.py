@@ -13,7 +13,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from .._compat import KeyEntry, PyTree, TensorMeta, keystr, tree_map_with_path
 from ..layout.geometry import aligned_sizes
-from ..layout.placements import ShardSizes, Sizes, normalize_placements
+from ..layout.placements import ShardSizes, Sizes, mesh_dim_of, normalize_placements
 from ..layout.spec import ShardTensorSpec
 from ..layout.strides import contiguous_stride
 
@@ -60,10 +60,16 @@ class Layout:
         """
         placements, sizes = (v(batch) if callable(v) else v for v in (self.placements, self.shard_sizes))
 
+        def is_sizes(value: object) -> bool:
+            if isinstance(value, Mapping):  # rather than a dict like the batch, whose keys could be anything
+                return all(isinstance(key, int) or key in (self.mesh.mesh_dim_names or ()) for key in value)
+            alone = isinstance(value, (tuple, list)) and all(isinstance(n, int) for n in value)
+            return alone or value is None or isinstance(value, str)
+
         def at(path: tuple[KeyEntry, ...], leaf: Any) -> Any:
             def spec(shape: Sequence[int], dtype: torch.dtype, chunks: Sequence[int] | None = None) -> ShardTensorSpec:
                 own = _at(placements, path, _is_placements, "placements")
-                own_sizes = _at(sizes, path, _is_sizes, "shard_sizes")
+                own_sizes = _at(sizes, path, is_sizes, "shard_sizes")
                 return make_spec(self.mesh, own, own_sizes, shape, dtype, chunks)
 
             try:
@@ -96,8 +102,10 @@ def make_spec(
     if any(p.is_partial() for p in placements):
         raise ValueError(f"data cannot be placed as {placements}: only Shard and Replicate")
     if isinstance(sizes, Mapping):
-        replicated = {k for m, p in enumerate(placements) if p.is_replicate() for k in (m, m - mesh.ndim)}
-        sizes = {m: s for m, s in sizes.items() if m not in replicated}
+        sizes = {mesh_dim_of(key, mesh): each for key, each in sizes.items()}
+        sizes = {m: each for m, each in sizes.items() if m >= mesh.ndim or not placements[m].is_replicate()}
+    elif not isinstance(sizes, str) and all(p.is_replicate() for p in placements):
+        sizes = None
     elif sizes == "chunks":
         between: dict[int, tuple[int, ...]] = {}
         for m, p in enumerate(placements):
@@ -127,9 +135,3 @@ def _is_placements(value: object) -> bool:
     if value is None or isinstance(value, Placement):
         return True
     return isinstance(value, (tuple, list)) and all(isinstance(p, Placement) for p in value)
-
-
-def _is_sizes(value: object) -> bool:
-    if isinstance(value, Mapping):
-        return all(isinstance(key, int) for key in value)
-    return value is None or isinstance(value, str)

@@ -37,7 +37,7 @@ from torch.utils.data import default_convert
 from .._compat import PyTree, tree_leaves, tree_map
 from ..dispatch.scatter import part_at
 from ..dispatch.tensor import ShardTensor, wrap
-from ..layout.placements import check_order, rank_at
+from ..layout.placements import check_order, first_rank, rank_at
 from ..layout.spec import ShardTensorSpec
 from ..layout.strides import as_bytes
 from ..ranks.agreement import gather_over_mesh, usable_mesh
@@ -121,8 +121,9 @@ class ShardLoader(Generic[Batch]):
         mesh: the ranks that share samples; default: the mesh of the surrounding ``with mesh:``.
         placements: ``Shard`` or ``Replicate`` per mesh dim, for all tensors; or nested like the batch; or a function of
             the batch that returns either. Only the placements that the source passes are used. Default: Replicate.
-        shard_sizes: ``{mesh_dim: sizes}``, for all tensors; or nested, or a function. Default: torch.chunk's sizes.
-        source: position in the mesh (in ``mesh.mesh.flatten()``) of the rank that reads.
+        shard_sizes: each rank's size, where one mesh dim shards, or ``{mesh_dim or its name: sizes}``, for all tensors;
+            or nested, or a function. Default: torch.chunk's sizes.
+        source: the *global* rank that reads; default: the first rank of the mesh.
         pickled: whether batches may also hold other objects that can be pickled; the same on all ranks. Unpickling
             received data can run any code: every rank trusts the source, and anyone who can send in its place.
 
@@ -142,7 +143,7 @@ class ShardLoader(Generic[Batch]):
         domain = mesh["domain"]
         loader = DataLoader(...) if domain.get_local_rank() == 0 else None
         for batch in ShardLoader(loader, domain, {"image": (Shard(2),), "label": (Replicate(),)},
-                                 shard_sizes={0: (300, 1050)}):
+                                 shard_sizes=(300, 1050)):
             loss_function(model(batch["image"]), batch["label"]).backward()
     """
 
@@ -153,15 +154,15 @@ class ShardLoader(Generic[Batch]):
         placements: PyTree = None,
         *,
         shard_sizes: PyTree = None,
-        source: int = 0,
+        source: int | None = None,
         pickled: bool = False,
     ) -> None:
         self.mesh = usable_mesh(mesh)
         check_order(self.mesh)
         ranks = self.mesh.mesh.flatten().tolist()
-        if not 0 <= source < len(ranks):
-            raise ValueError(f"source={source} is not a position in a mesh of {len(ranks)} ranks")
-        self.source: int = ranks[source]
+        self.source: int = first_rank(self.mesh) if source is None else source
+        if self.source not in ranks:
+            raise ValueError(f"source={source} is not in the mesh {self.mesh.mesh.tolist()}; name a global rank of it")
         self.is_source = dist.get_rank() == self.source
         self.loader: Any = loader if self.is_source else None
         self._layout = Layout(self.mesh, placements, shard_sizes)

@@ -64,8 +64,9 @@ def read(
         mesh: default: the mesh of the surrounding ``with mesh:``.
         placements: ``Shard`` or ``Replicate`` per mesh dim, for the dims of the result; default: Replicate everywhere.
         index: integers, slices with positive steps and ``...``, as for the array; default: the complete array.
-        shard_sizes: ``{mesh_dim: sizes}``; default: torch.chunk's sizes. "chunks": as even as possible, with every
-            boundary between two chunks of the array (``array.chunks`` of zarr and h5py). So no chunk is read twice.
+        shard_sizes: each rank's size, where one mesh dim shards, or ``{mesh_dim or its name: sizes}``; default:
+            torch.chunk's sizes. "chunks": as even as possible, with every boundary between two chunks of the array
+            (``array.chunks`` of zarr and h5py). So no chunk is read twice.
         dtype: the dtype of the result; default: that of an empty slice of the array, which a reader of packed values
             returns unpacked. Values are converted after they have been unpacked.
         fill: the value of masked points, in the dtype of the result. (netCDF4 masks missing values.)
@@ -85,7 +86,7 @@ def read(
     Example::
 
         t2m = zarr.open("era5.zarr")["t2m"]                                                    # (time, lat, lon)
-        x = read(t2m, mesh["domain"], (Shard(0),), index=hour, shard_sizes={0: (300, 421)})    # one hour's (721, 1440)
+        x = read(t2m, mesh["domain"], (Shard(0),), index=hour, shard_sizes=(300, 421))    # one hour's (721, 1440)
     """
     mesh = usable_mesh(mesh)
     chosen = _chosen(array.shape, index)
@@ -176,7 +177,7 @@ class SliceDataset(Dataset[Any]):
 
     Example::
 
-        dataset = SliceDataset({"x": xs, "y": ys}, mesh["domain"], (Shard(2),), shard_sizes={0: (300, 421)})
+        dataset = SliceDataset({"x": xs, "y": ys}, mesh["domain"], (Shard(2),), shard_sizes=(300, 421))
         sampler = DistributedSampler(dataset, num_replicas=mesh["dp"].size(), rank=mesh["dp"].get_local_rank())
         loader = DataLoader(dataset, batch_size=4, sampler=sampler, num_workers=2)
         for batch in dataset.batches(loader):

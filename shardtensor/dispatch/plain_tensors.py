@@ -233,4 +233,6 @@ def _from_local(spec: ShardTensorSpec, matches: Sequence[_Match]) -> str:
     placements = [f"Shard({dims[m]})" if m in dims else "Replicate()" for m in range(spec.mesh.ndim)]
     shown = ", ".join(placements) + ("," if len(placements) == 1 else "")
     sizes = ", ".join(f"{m}: {spec.sizes_along(m)}" for m in sorted(dims))
+    if len(dims) == 1:
+        return f"ShardTensor.from_local(part, mesh, ({shown}), shard_sizes={spec.sizes_along(*dims)})"
     return f"ShardTensor.from_local(part, mesh, ({shown}), shard_sizes={{{sizes}}})"

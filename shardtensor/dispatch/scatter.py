@@ -1,11 +1,14 @@
-"""``scatter_tensor``: from a global tensor on one rank to every rank's shard; ``gather_tensor``: back to one rank."""
+"""From a global tensor to every rank's shard: ``scatter_tensor`` of one rank's, ``distribute_tensor`` of every rank's.
+
+``gather_tensor`` is the way back to one rank.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 from itertools import product
-from typing import NamedTuple, SupportsIndex
+from typing import Any, NamedTuple, SupportsIndex
 
 import torch
 import torch.distributed as dist
@@ -17,10 +20,19 @@ from torch.distributed.tensor.placement_types import Placement
 from .._compat import not_in_graphs
 from .._compat.c10d import c10d_messages, group_along, is_eager
 from ..layout.geometry import intervals_of
-from ..layout.placements import ShardSizes, given_placements, rank_at
+from ..layout.placements import ShardSizes, first_rank, given_placements, rank_at
 from ..layout.spec import ShardTensorSpec
 from ..layout.strides import as_bytes
-from ..ranks.agreement import OTHER_META, claims_of, described, problem_of, record_over_mesh, say, usable_mesh
+from ..ranks.agreement import (
+    OTHER_META,
+    claims_of,
+    described,
+    note_replicated,
+    problem_of,
+    record_over_mesh,
+    say,
+    usable_mesh,
+)
 from ..ranks.debug_mode import debug_enabled
 from ..ranks.failures import communicating
 from ..ranks.groups import connect, own_group
@@ -33,10 +45,10 @@ _TOGETHER = 1 << 23  # bytes; messages of fewer are sent together, and shards of
 @not_in_graphs("make ShardTensors outside of compiled functions, and pass them in")
 def scatter_tensor(
     tensor: Tensor | None,
-    global_src: int,
     mesh: DeviceMesh | None = None,
     placements: Sequence[Placement] | None = None,
     *,
+    source: int | None = None,
     shard_sizes: ShardSizes = None,
     global_shape: Sequence[int] | None = None,
     dtype: torch.dtype | None = None,
@@ -50,12 +62,13 @@ def scatter_tensor(
     ``tensor`` if that is there, too.
 
     Args:
-        tensor: the global tensor on rank ``global_src``, on any device, such as the CPU for one that no accelerator can
+        tensor: the global tensor on rank ``source``, on any device, such as the CPU for one that no accelerator can
             hold. Ignored on other ranks (pass None).
-        global_src: the *global* rank of the source; it must be in the mesh.
         mesh: the mesh of the result; may be a sub-mesh without rank 0. Default: that of the surrounding ``with mesh:``.
         placements: ``Shard`` or ``Replicate`` per mesh dim; default: Replicate everywhere.
-        shard_sizes: ``{mesh_dim: sizes}``; default: torch.chunk's sizes, also for mesh dims that are left out.
+        source: the *global* rank that has the tensor; default: the first rank of the mesh.
+        shard_sizes: each rank's size, where one mesh dim shards; or ``{mesh_dim or its name: sizes}``. Default:
+            torch.chunk's sizes, also for mesh dims that are left out.
         global_shape, dtype: of ``tensor``. If every rank passes both, there is no all-gather. The ranks then compare
             arguments only at their first use (with ``SHARDTENSOR_DEBUG=1`` each time).
         requires_grad: make the result a leaf that accumulates gradients.
@@ -71,49 +84,101 @@ def scatter_tensor(
 
     Example::
 
-        x = scatter_tensor(image if rank == 0 else None, 0, mesh, (Shard(2),), shard_sizes={0: (300, 1050)})
+        x = scatter_tensor(image if rank == 0 else None, mesh, (Shard(2),), shard_sizes=(300, 1050))
     """
     mesh = usable_mesh(mesh)
     placements = given_placements(placements, mesh)
-    is_src = dist.get_rank() == global_src
+    source = first_rank(mesh) if source is None else source
+    is_src = dist.get_rank() == source
     problem = _problem(tensor, mesh, global_shape, dtype) if is_src else 0
     if global_shape is None or dtype is None or debug_enabled():
         asked = (
-            f"global_src={global_src}, {described(placements, shard_sizes)}, "
+            f"source={source}, {described(placements, shard_sizes)}, "
             f"global_shape={global_shape and tuple(global_shape)}, dtype={dtype}, requires_grad={requires_grad}"
         )
         claims = claims_of(tensor if is_src else None, problem, "arguments of scatter_tensor", asked, mesh)
-        _check_arguments(global_src, mesh, placements)
-        source = next(claim for claim in claims.values() if claim.rank == global_src)
-        if source.problem:
-            raise say(source.problem, f"scatter_tensor: source rank {global_src} reports a problem: its tensor", mesh)
-        shape, dtype = source.shape, source.dtype
+        _check_arguments(source, mesh, placements)
+        claim = next(claim for claim in claims.values() if claim.rank == source)
+        if claim.problem:
+            raise say(claim.problem, f"scatter_tensor: source rank {source} reports a problem: its tensor", mesh)
+        shape, dtype = claim.shape, claim.dtype
         assert dtype is not None
     else:
-        _check_arguments(global_src, mesh, placements)
+        _check_arguments(source, mesh, placements)
         shape = tuple(global_shape)
     # What follows is computed from arguments that are equal on all ranks, so it raises on all or none. The source
     # reports its own problem with the shards.
     if requires_grad and not (dtype.is_floating_point or dtype.is_complex):
         raise RuntimeError(f"only floating point and complex tensors can require gradients, not {dtype}")
     spec = ShardTensorSpec.make(mesh, placements, shape, dtype, shard_sizes=shard_sizes)
-    record_over_mesh(f"scatter_tensor from rank {global_src} of {spec.in_short}", mesh, dtype)
+    record_over_mesh(f"scatter_tensor from rank {source} of {spec.in_short}", mesh, dtype)
     group = _group_of(mesh)
     with communicating(group):
         given = None if problem else tensor
-        local = _send_shards(given, spec, group) if is_src else _receive_shard(spec, global_src, group)
+        local = _send_shards(given, spec, group) if is_src else _receive_shard(spec, source, group)
     if problem:
-        raise say(problem, f"scatter_tensor: source rank {global_src} is this one, and its tensor", mesh)
+        raise say(problem, f"scatter_tensor: source rank {source} is this one, and its tensor", mesh)
     if local is None:
         raise ValueError(
-            f"scatter_tensor: source rank {global_src} reports a problem: its tensor is missing, on the meta device, "
+            f"scatter_tensor: source rank {source} reports a problem: its tensor is missing, on the meta device, "
             "not dense, or not of the given global_shape and dtype; its own error says which"
         )
     return mark_leaf(wrap(local, spec), requires_grad)
 
 
+@not_in_graphs("make ShardTensors outside of compiled functions, and pass them in")
+def distribute_tensor(
+    tensor: Tensor,
+    mesh: DeviceMesh | None = None,
+    placements: Sequence[Placement] | None = None,
+    *,
+    shard_sizes: ShardSizes = None,
+    src_data_rank: int | None = 0,
+) -> ShardTensor:
+    """Shard a global tensor that every rank passes, as ``torch.distributed.tensor.distribute_tensor``, in any sizes.
+
+    Args:
+        tensor: the global tensor, on any device; of the same shape and dtype on all ranks.
+        mesh, placements, shard_sizes: as for :func:`scatter_tensor`.
+        src_data_rank: the rank along every mesh dim whose values are sent, as by :func:`scatter_tensor`. None: each
+            rank cuts its shard out of its own values, which must be those of all ranks. Nothing is sent; in a mesh's
+            first calls the ranks compare values with the next number that the program reads.
+
+    Returns:
+        A ShardTensor of the tensor's shape with memory of its own, a leaf that requires gradients if ``tensor`` does.
+
+    Raises:
+        ValueError, TypeError: as :func:`scatter_tensor`.
+
+    Example::
+
+        torch.manual_seed(0)                                      # on every rank
+        noise = distribute_tensor(torch.randn(1, 4, 90, 160), mesh, (Shard(2),), src_data_rank=None)
+    """
+    mesh = usable_mesh(mesh)
+    placements = given_placements(placements, mesh)
+    if problem := problem_of(tensor, mesh):
+        raise say(problem, "distribute_tensor: the tensor", mesh)
+    needs = tensor.requires_grad
+    if src_data_rank is not None:
+        if not 0 <= src_data_rank < min(mesh.shape):
+            raise ValueError(
+                f"src_data_rank={src_data_rank} is no rank along every dim of the mesh {tuple(mesh.shape)}"
+            )
+        source = rank_at(mesh, (src_data_rank,) * mesh.ndim)
+        given: dict[str, Any] = {"global_shape": tensor.shape, "dtype": tensor.dtype, "shard_sizes": shard_sizes}
+        return scatter_tensor(tensor, mesh, placements, source=source, requires_grad=needs, **given)
+    _check_placements("distribute_tensor", placements)
+    spec = ShardTensorSpec.make(mesh, placements, tensor.shape, tensor.dtype, shard_sizes=shard_sizes)
+    record_over_mesh(f"distribute_tensor of {spec.in_short}", mesh)
+    note_replicated("distribute_tensor", tensor.detach(), mesh, range(mesh.ndim))
+    return mark_leaf(wrap(own_part(tensor, spec), spec), needs)
+
+
 @torch.no_grad()
-def gather_tensor(x: DTensor, global_dst: int = 0, *, device: torch.device | str | None = None) -> Tensor | None:
+def gather_tensor(
+    x: DTensor, destination: int | None = None, *, device: torch.device | str | None = None
+) -> Tensor | None:
     """Gather the global tensor on one rank, for a file or a picture. Collective over the mesh; not differentiable.
 
     Each rank sends its shard in one message, or one of more than 8 MiB in four. Only the destination allocates the
@@ -121,7 +186,7 @@ def gather_tensor(x: DTensor, global_dst: int = 0, *, device: torch.device | str
 
     Args:
         x: a ShardTensor or DTensor.
-        global_dst: the *global* rank of the destination; it must be in the mesh.
+        destination: the *global* rank that gets it; default: the first rank of the mesh.
         device: of the result. With ``"cpu"`` an accelerator needs memory for a quarter of a shard beyond its own.
             Default: that of the mesh.
 
@@ -133,18 +198,19 @@ def gather_tensor(x: DTensor, global_dst: int = 0, *, device: torch.device | str
 
     Example::
 
-        whole = gather_tensor(model(x), 0, device="cpu")
+        whole = gather_tensor(model(x), device="cpu")
         if whole is not None:
             np.save("result.npy", whole.numpy())
     """
     x = x if isinstance(x, ShardTensor) else ShardTensor.from_dtensor(x)
     mesh = x.device_mesh
-    _check_in_mesh("global_dst", global_dst, mesh)
+    destination = first_rank(mesh) if destination is None else destination
+    _check_in_mesh("destination", destination, mesh)
     x = redistribute_to(x, x._spec.for_gradient())
     spec, local = x._spec, x.to_local().resolve_conj().resolve_neg().contiguous()
-    record_over_mesh(f"gather_tensor to rank {global_dst} of {spec.in_short}", mesh)
+    record_over_mesh(f"gather_tensor to rank {destination} of {spec.in_short}", mesh)
     group = _group_of(mesh)
-    to = next(at for at in product(*map(range, mesh.shape)) if rank_at(mesh, at) == global_dst)
+    to = next(at for at in product(*map(range, mesh.shape)) if rank_at(mesh, at) == destination)
     # Where copies are on several ranks, those send that are the destination's peers.
     sharded = spec.sharded_dims().values()
     peers = list(product(*(range(n) if m in sharded else (to[m],) for m, n in enumerate(mesh.shape))))
@@ -152,7 +218,7 @@ def gather_tensor(x: DTensor, global_dst: int = 0, *, device: torch.device | str
         if spec.coordinate in peers and local.numel():
             with communicating(group):
                 for part in _parts(spec, spec.coordinate):
-                    _exchange((), [(global_dst, part.of(local).contiguous())], group)
+                    _exchange((), [(destination, part.of(local).contiguous())], group)
         return None
     whole = local.new_empty(spec.shape, device=device)
     part_at(whole, spec, to).copy_(local)
@@ -176,9 +242,13 @@ def _check_in_mesh(name: str, rank: object, mesh: DeviceMesh) -> None:
 
 def _check_arguments(src: int, mesh: DeviceMesh, placements: Sequence[Placement]) -> None:
     """What every rank can see by itself."""
-    _check_in_mesh("global_src", src, mesh)
+    _check_in_mesh("source", src, mesh)
+    _check_placements("scatter_tensor", placements)
+
+
+def _check_placements(name: str, placements: Sequence[Placement]) -> None:
     if any(isinstance(p, Partial) for p in placements):
-        raise ValueError(f"scatter_tensor cannot place {tuple(placements)}: only Shard and Replicate")
+        raise ValueError(f"{name} cannot place {tuple(placements)}: only Shard and Replicate")
 
 
 def _problem(tensor: object, mesh: DeviceMesh, shape: Sequence[int] | None, dtype: torch.dtype | None) -> int:
@@ -231,11 +301,16 @@ def _send_shards(tensor: Tensor | None, spec: ShardTensorSpec, group: dist.Proce
         _exchange((), packed, group)
         if tensor is None:
             return None
-        # A copy, so that the shard does not keep the memory of the global tensor alive.
-        mine = _empty(spec, spec.own_shape)
-        for part in _parts(spec, spec.coordinate):
-            part.of(mine).copy_(_ready(part.of(part_at(tensor, spec, spec.coordinate)), mine.device), non_blocking=True)
-        return mine
+        return own_part(tensor, spec)
+
+
+@torch.no_grad()
+def own_part(tensor: Tensor, spec: ShardTensorSpec) -> Tensor:
+    """This rank's shard of a global tensor, on the mesh's device: a copy, which does not keep ``tensor`` in memory."""
+    mine, theirs = _empty(spec, spec.own_shape), part_at(tensor, spec, spec.coordinate)
+    for part in _parts(spec, spec.coordinate):
+        part.of(mine).copy_(_ready(part.of(theirs), mine.device), non_blocking=True)
+    return mine
 
 
 def _message(tensor: Tensor | None, spec: ShardTensorSpec, at: Sequence[int], part: _Part) -> Tensor:

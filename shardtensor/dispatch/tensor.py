@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -31,7 +31,7 @@ from .._compat import (
 )
 from .._compat.functorch import forward_mode
 from ..errors import UnsupportedSharding, refuse
-from ..layout.placements import check_own_shard, normalize_placements
+from ..layout.placements import ShardSizes, check_own_shard, normalize_placements
 from ..layout.spec import ShardTensorSpec, SizedPlacements
 from ..layout.strides import is_dense
 from ..ranks.agreement import MAX_NDIM, agree_on_local, compare_histories
@@ -75,7 +75,7 @@ class ShardTensor(DTensor):
 
         mesh = init_device_mesh("cpu", (2,))
         image = torch.rand(1, 3, 10, 16) if dist.get_rank() == 0 else None
-        x = scatter_tensor(image, 0, mesh, (Shard(2),), shard_sizes={0: (3, 7)})
+        x = scatter_tensor(image, mesh, (Shard(2),), shard_sizes=(3, 7))
         y = nn.Conv2d(3, 8, 3, padding=1)(x)  # plain module, plain weights
         y.mean().backward()                   # weight gradients are plain and complete
     """
@@ -115,7 +115,7 @@ class ShardTensor(DTensor):
         device_mesh: DeviceMesh | None = None,
         placements: Sequence[Placement] | None = None,
         *,
-        shard_sizes: Mapping[int, Sequence[int]] | str | None = None,
+        shard_sizes: ShardSizes = None,
     ) -> ShardTensor:
         """Make a ShardTensor of the shards that the ranks hold. Differentiable.
 
@@ -124,10 +124,11 @@ class ShardTensor(DTensor):
                 mesh's device.
             device_mesh: default: the mesh of the surrounding ``with mesh:``.
             placements: one per mesh dim; default: Replicate everywhere.
-            shard_sizes: ``{mesh_dim: (size on rank 0, size on rank 1, ...)}``; mesh dims that are left out get
-                torch.chunk's sizes. "even": torch.chunk's sizes. Neither needs communication. None: the ranks infer the
-                sizes with one small all-gather per mesh dim. They also check that they agree on dtype, dims and other
-                sizes. The first calls warn if all ranks hold equal values.
+            shard_sizes: ``(size on rank 0, size on rank 1, ...)`` where one mesh dim shards, or ``{mesh_dim or its
+                name: sizes}``; mesh dims that are left out get torch.chunk's sizes. "even": torch.chunk's sizes. Given
+                sizes need no communication. None: the ranks infer the sizes with one small all-gather per mesh dim.
+                They also check that they agree on dtype, dims and other sizes. The first calls warn if all ranks hold
+                equal values.
 
         Raises:
             ValueError: sizes that do not fit the local tensor, or ranks that do not agree. With given sizes, only the
@@ -137,7 +138,7 @@ class ShardTensor(DTensor):
         Example::
 
             x = ShardTensor.from_local(torch.rand(5 if rank == 0 else 3, 4), mesh, (Shard(0),),
-                                       shard_sizes={0: (5, 3)})  # x.shape == (8, 4)
+                                       shard_sizes=(5, 3))  # x.shape == (8, 4)
         """
         local_tensor, spec = agree_on_local(local_tensor, device_mesh, placements, shard_sizes)
         return conversions.from_local(local_tensor, spec)
@@ -146,12 +147,16 @@ class ShardTensor(DTensor):
     def from_dtensor(dtensor: DTensor) -> ShardTensor:
         """Convert a DTensor, whose shards have torch.chunk's sizes, without a copy. Differentiable.
 
+        A DTensor that is not on its mesh's device, such as one that was offloaded, is moved there.
+
         The gradient of ``dtensor`` is ``Partial()`` on every mesh dim on which it is Replicate, see
         [Note: contributions] in weight_gradients.py.
 
         Raises:
             TypeError: ``dtensor`` is not a DTensor.
         """
+        if isinstance(dtensor, DTensor) and dtensor.device.type != dtensor.device_mesh.device_type != "meta":
+            dtensor = dtensor.to(dtensor.device_mesh.device_type)  # type: ignore[assignment]
         return conversions.from_dtensor(dtensor)
 
     def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> Tensor:
@@ -191,7 +196,7 @@ class ShardTensor(DTensor):
         device_mesh: DeviceMesh | None = None,
         placements: Sequence[Placement] | None = None,
         *,
-        shard_sizes: Mapping[int, Sequence[int]] | str | None = None,
+        shard_sizes: ShardSizes = None,
         async_op: bool = False,
     ) -> ShardTensor:
         """Redistribute to other placements or shard sizes on the same mesh. Differentiable.
@@ -199,8 +204,8 @@ class ShardTensor(DTensor):
         Args:
             device_mesh: None or this tensor's mesh.
             placements: one per mesh dim; default: those of this tensor.
-            shard_sizes: new sizes by mesh dim. Mesh dims that are left out keep their sizes if the placement does not
-                change, and get torch.chunk's otherwise. "even": torch.chunk's everywhere.
+            shard_sizes: new sizes, as for :meth:`from_local`. Mesh dims that are left out keep their sizes if the
+                placement does not change, and get torch.chunk's otherwise. "even": torch.chunk's everywhere.
             async_op: no effect, as in DTensor's signature; the result is always complete.
 
         Raises:

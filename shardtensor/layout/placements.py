@@ -6,7 +6,7 @@ import zlib
 from collections.abc import Mapping, Sequence
 from functools import cache, lru_cache
 from operator import index
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -21,9 +21,9 @@ from .geometry import chunk_sizes
 
 # One entry per mesh dim: the shard sizes where it shards the tensor, otherwise None.
 Sizes = tuple[tuple[int, ...] | None, ...]
-# What callers may give: ``{mesh_dim: sizes}``, "even" for torch.chunk's sizes, or None for the default: the same, or
-# where there are local tensors to infer sizes from, theirs.
-ShardSizes = Mapping[int, Sequence[int]] | str | None
+# What callers may give: ``{mesh_dim or its name: sizes}``, the sizes themselves where one mesh dim shards, "even" for
+# torch.chunk's sizes, or None for the default: the same, or where there are local tensors to infer sizes from, theirs.
+ShardSizes = Mapping[Any, Sequence[int]] | tuple[int, ...] | list[int] | str | None
 
 
 class AxisLayout(NamedTuple):
@@ -97,6 +97,11 @@ def mesh_coordinate(mesh: DeviceMesh) -> tuple[int, ...]:
             "create and use ShardTensors only on ranks of their mesh"
         )
     return tuple(at)
+
+
+def first_rank(mesh: DeviceMesh) -> int:
+    """The global rank that is first in ``mesh``."""
+    return rank_at(mesh, (0,) * mesh.ndim)
 
 
 def rank_at(mesh: DeviceMesh, at: tuple[int, ...]) -> int:
@@ -211,13 +216,8 @@ def normalize_sizes(
         TypeError: something that is no mapping of sizes, or sizes that are no integers.
         ValueError: sizes of the wrong number, sum or sign, or of a mesh dim that does not shard or does not exist.
     """
-    if isinstance(shard_sizes, str):
-        if shard_sizes != "even":
-            raise ValueError(f"shard_sizes={shard_sizes!r}: a dict {{mesh_dim: sizes}}, None or 'even'")
-        shard_sizes = None
-    if shard_sizes is not None and not isinstance(shard_sizes, Mapping):
-        raise TypeError(f"shard_sizes must be a dict {{mesh_dim: sizes}}, None or 'even', not {shard_sizes!r}")
-    given = {(m + mesh.ndim if m < 0 else m): v for m, v in (shard_sizes or {}).items()}
+    asked = by_mesh_dim(shard_sizes, placements, mesh)
+    given = {} if asked is None or isinstance(asked, str) else dict(asked)
     result: list[tuple[int, ...] | None] = []
     for m, p in enumerate(placements):
         entry = given.pop(m, None)
@@ -240,6 +240,45 @@ def normalize_sizes(
     if given:
         raise ValueError(f"shard_sizes names mesh dims {sorted(given)}, but the mesh has only {mesh.ndim}")
     return tuple(result)
+
+
+def by_mesh_dim(
+    shard_sizes: ShardSizes, placements: Sequence[Placement], mesh: DeviceMesh
+) -> dict[int, tuple[int, ...]] | str | None:
+    """Sizes that a caller has given, by the numbers of mesh dims from 0 on; "even" and None as they are.
+
+    Raises:
+        TypeError: something else, or sizes that are no integers.
+        ValueError: a name that no mesh dim has, another text than "even", or sizes alone where not one mesh dim shards.
+    """
+    if shard_sizes is None:
+        return None
+    if isinstance(shard_sizes, str):
+        if shard_sizes != "even":
+            raise ValueError(f"shard_sizes={shard_sizes!r}: sizes, a dict {{mesh_dim: sizes}}, None or 'even'")
+        return "even"
+    if isinstance(shard_sizes, (tuple, list)):
+        alone = as_integers(shard_sizes)
+        sharding = [m for m, p in enumerate(placements) if isinstance(p, Shard)]
+        if len(sharding) != 1:
+            raise ValueError(
+                f"shard_sizes={alone} and placements {tuple(placements)}: sizes alone need one mesh dim that shards; "
+                "name the mesh dims, as in shard_sizes={0: (5, 3)} or {'domain': (5, 3)}"
+            )
+        return {sharding[0]: alone}
+    if not isinstance(shard_sizes, Mapping):
+        raise TypeError(f"shard_sizes must be sizes, a dict {{mesh_dim: sizes}}, None or 'even', not {shard_sizes!r}")
+    return {mesh_dim_of(key, mesh): as_integers(sizes) for key, sizes in shard_sizes.items()}
+
+
+def mesh_dim_of(key: int | str, mesh: DeviceMesh) -> int:
+    """The number of a mesh dim, given by a number, also from the end, or by its name; one beyond the mesh as it is."""
+    if isinstance(key, str):
+        names = mesh.mesh_dim_names or ()
+        if key not in names:
+            raise ValueError(f"the mesh has no axis {key!r}; its axes are called {names or 'nothing'}")
+        return names.index(key)
+    return key + mesh.ndim if key < 0 else key
 
 
 def are_integers(sizes: Sequence[int]) -> bool:

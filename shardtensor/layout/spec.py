@@ -30,6 +30,7 @@ from .placements import (
     ShardSizes,
     Sizes,
     are_integers,
+    by_mesh_dim,
     check_order,
     first_equal,
     held_dtype,
@@ -104,7 +105,8 @@ class ShardTensorSpec(DTensorSpec):
         """Build and validate a spec from public arguments.
 
         Args:
-            shard_sizes: ``{mesh_dim: sizes}``; default: torch.chunk's sizes, also for mesh dims that are left out.
+            shard_sizes: each rank's size, where one mesh dim shards; or ``{mesh_dim or its name: sizes}``. Default:
+                torch.chunk's sizes, also for mesh dims that are left out.
 
         Raises:
             TypeError, ValueError: placements or sizes that do not fit the mesh or the shape.
@@ -129,6 +131,8 @@ class ShardTensorSpec(DTensorSpec):
             placements = tuple(placements)
         if isinstance(shard_sizes, Mapping):
             shard_sizes = {m: tuple(sizes) for m, sizes in shard_sizes.items()}
+        elif isinstance(shard_sizes, list):
+            shard_sizes = tuple(shard_sizes)
         asked = placements, shard_sizes
         # Compared with the last ones: that takes no time for sizes that are the same tuple, which hashing does. Of a
         # redistribute() that takes 52 us, or 68 us on 2048 ranks, it saves 35 us, or 240 us.
@@ -137,16 +141,19 @@ class ShardTensorSpec(DTensorSpec):
             if question == asked:
                 return answer
         answer = self._target(placements, shard_sizes)
-        if not isinstance(shard_sizes, dict) or all(map(are_integers, shard_sizes.values())):
+        given = shard_sizes.values() if isinstance(shard_sizes, dict) else ()
+        if all(map(are_integers, given)):
             answers.insert(0, (asked, answer))
             del answers[4:]
         return answer
 
     def _target(self, placements: Sequence[Placement] | None, shard_sizes: ShardSizes) -> ShardTensorSpec:
         meta, ndim = self.tensor_meta, self.mesh.ndim
+        placements = self.placements if placements is None else placements
+        shard_sizes = by_mesh_dim(shard_sizes, placements, self.mesh)
         new = ShardTensorSpec.make(
             self.mesh,
-            self.placements if placements is None else placements,
+            placements,
             meta.shape,
             meta.dtype,
             shard_sizes=shard_sizes,
@@ -154,8 +161,7 @@ class ShardTensorSpec(DTensorSpec):
         )
         if isinstance(shard_sizes, str):
             return new
-        given = {m % ndim for m in shard_sizes or {}}
-        keep = [m for m in range(ndim) if self.placements[m] == new.placements[m] and m not in given]
+        keep = [m for m in range(ndim) if self.placements[m] == new.placements[m] and m not in (shard_sizes or {})]
         return new.replace(sizes=tuple(self.sizes[m] if m in keep else new.sizes[m] for m in range(ndim)))
 
     def replace(

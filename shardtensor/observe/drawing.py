@@ -43,7 +43,7 @@ def visualize(x: Any, *, halo: Halos = 0, path: str | Path | None = None) -> str
 
     Example::
 
-        x = scatter_tensor(image, 0, mesh, (Shard(2),), shard_sizes={0: (300, 1050)})
+        x = scatter_tensor(image, mesh, (Shard(2),), shard_sizes=(300, 1050))
         if dist.get_rank() == 0:
             print(shardtensor.visualize(x, halo=1, path="shards.png"))
     """

@@ -102,7 +102,7 @@ def parallelize(
         mesh = init_device_mesh(device_type, (4, 2), mesh_dim_names=("dp", "domain"))
         print(parallelize(model, mesh, units=[Block]))
         optimizer = torch.optim.AdamW(model.parameters())   # after it: FSDP2 replaces the parameters
-        x = scatter_tensor(batch, 0, mesh["domain"], (Shard(2),))
+        x = scatter_tensor(batch, mesh["domain"], (Shard(2),))
         loss_function(model(x), y).backward()
     """
     mesh = given_mesh(mesh)

@@ -32,9 +32,11 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from torch.distributed.tensor.placement_types import Placement
 
 from .._compat import is_traced
-from ..dispatch.tensor import ShardTensor, promote
+from ..dispatch.scatter import own_part
+from ..dispatch.tensor import ShardTensor, promote, wrap
 from ..layout.geometry import aligned_sizes
-from ..layout.placements import ShardSizes
+from ..layout.placements import ShardSizes, mesh_dim_of
+from ..layout.spec import ShardTensorSpec
 from ..ranks.agreement import compare_histories, gather_over_mesh
 from ..ranks.debug_mode import debug_enabled
 from ..ranks.equal_values import check_plain
@@ -57,8 +59,9 @@ class DomainParallel(ParallelStyle):
     """A style for ``parallelize_module``: shard the inputs of a module, run it, and return outputs in a given layout.
 
     The module keeps its plain weights, which must be equal on all ranks (:func:`shardtensor.parallel.synchronize`).
-    Plain inputs hold the global tensor on every rank of the mesh, so sharding them sends nothing. ShardTensors and
-    DTensors are redistributed. The gradients of plain inputs and weights are plain, global, and equal on all ranks.
+    Plain inputs hold the global tensor on every rank of the mesh, so sharding them sends nothing. They may be on the
+    CPU, or another device: this rank's part is moved to the mesh's. ShardTensors and DTensors are redistributed. The
+    gradients of plain inputs and weights are plain, global, and equal on all ranks.
 
     The program gets a warning if it first calls a method without the style, because this runs the submodules on plain
     tensors. It also gets one if it ends before a method with the style has run.
@@ -74,8 +77,9 @@ class DomainParallel(ParallelStyle):
         methods: names of the methods that get the style. If one of them calls another, the inner call takes its
             arguments unchanged. Layouts by name need parameters that all methods have; otherwise apply a style for each
             method.
-        shard_sizes: ``{mesh_dim: (size on rank 0, size on rank 1, ...)}`` of the inputs. "even": torch.chunk's sizes.
-            None: the same, but ShardTensors that have the placements already keep their sizes.
+        shard_sizes: ``(size on rank 0, size on rank 1, ...)`` of the inputs where one mesh dim shards, or
+            ``{mesh_dim or its name: sizes}``. "even": torch.chunk's sizes. None: the same, but ShardTensors that have
+            the placements already keep their sizes.
         align: every boundary between shards is at a multiple of this number, or of ``{mesh_dim: number}``; the shards
             are as even as possible. Use the product of a network's strides to avoid halos of strided windows.
         use_local_output: whether outputs are plain tensors, the local tensor of each rank. None: replicated outputs are
@@ -141,7 +145,8 @@ class DomainParallel(ParallelStyle):
         for what, layouts in (("inputs", self.inputs), ("outputs", self.outputs)):
             _check_mesh(what, layouts, device_mesh)
         for what, given in (("shard_sizes", self.shard_sizes), ("align", self.align)):
-            if isinstance(given, Mapping) and not all(-device_mesh.ndim <= m < device_mesh.ndim for m in given):
+            keys = given if isinstance(given, Mapping) else ()
+            if not all(mesh_dim_of(key, device_mesh) in range(device_mesh.ndim) for key in keys):
                 raise ValueError(f"{what}={given} names mesh dims beyond those of the mesh {tuple(device_mesh.shape)}")
         name = type(module).__name__
         for method in self.methods:
@@ -189,14 +194,17 @@ class DomainParallel(ParallelStyle):
 
     def _sizes(self, tensor: Tensor, mesh: DeviceMesh, layout: Layout) -> ShardSizes:
         """The sizes to ask for, of the mesh dims that shard this tensor; others may have sizes for other tensors."""
-        if self.align == 1 and not isinstance(self.shard_sizes, Mapping):
-            return self.shard_sizes
         dims = {m: p.dim for m, p in enumerate(layout) if isinstance(p, Shard)}
+
+        def of_dims(given: Mapping[Any, Any]) -> dict[int, Any]:
+            return {m: each for key, each in given.items() if (m := mesh_dim_of(key, mesh)) in dims}
+
+        if self.align != 1:
+            multiples = of_dims(self.align) if isinstance(self.align, Mapping) else dict.fromkeys(dims, self.align)
+            return {m: aligned_sizes(tensor.shape[dims[m]], n, mesh.size(m)) for m, n in multiples.items()}
         if isinstance(self.shard_sizes, Mapping):
-            return {m: sizes for m, sizes in self.shard_sizes.items() if m % mesh.ndim in dims}
-        multiples = dict.fromkeys(dims, self.align) if isinstance(self.align, int) else self.align
-        aligned = {m % mesh.ndim: n for m, n in multiples.items() if m % mesh.ndim in dims}
-        return {m: aligned_sizes(tensor.shape[dims[m]], n, mesh.size(m)) for m, n in aligned.items()}
+            return of_dims(self.shard_sizes)
+        return self.shard_sizes if dims else None
 
     def __repr__(self) -> str:
         options = inspect.signature(DomainParallel).parameters
@@ -260,6 +268,8 @@ class _FasterWay:
         self._key = None
         tensors = [t for _, t in given]
         if torch.is_grad_enabled() or not tensors or any(isinstance(t, DTensor) or is_traced(t) for t in tensors):
+            return False
+        if any(t.device.type != self._mesh.device_type for t in tensors):
             return False
         key = (method, *((tuple(t.shape), t.dtype) for t in tensors))
         if key not in self._kept and (key in self._times or len(self._times) < self._MOST):
@@ -397,6 +407,11 @@ Place = Callable[[Tensor, Layout], Tensor]
 
 
 def _laid_out(tensor: Tensor, mesh: DeviceMesh, layout: Layout, sizes: ShardSizes) -> ShardTensor:
+    if not isinstance(tensor, DTensor) and tensor.device.type != mesh.device_type:
+        if not (tensor.requires_grad and torch.is_grad_enabled()):  # of the others only this rank's part is moved
+            spec = ShardTensorSpec.make(mesh, layout, tensor.shape, tensor.dtype, shard_sizes=sizes)
+            return wrap(own_part(tensor, spec), spec)
+        tensor = tensor.to(mesh.device_type)
     sharded = ShardTensor.from_dtensor(tensor) if isinstance(tensor, DTensor) else promote(tensor, mesh)
     return sharded.redistribute(mesh, layout, shard_sizes=sizes)
 

@@ -15,7 +15,7 @@ def device(type: str | None = None) -> torch.device:
     which would call ``set_device(LOCAL_RANK)`` also where there is one device.
 
     Args:
-        type: ``"cpu"`` to stay on the CPU, or an accelerator's type, such as ``"cuda"``. Default: the accelerator that
+        type: ``"cpu"`` to stay on the CPU, or the type of an accelerator. Default: the accelerator that
             torch finds, otherwise the CPU.
 
     Raises:

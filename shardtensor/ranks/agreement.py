@@ -29,7 +29,7 @@ from ..layout.caches import forgets
 from ..layout.geometry import chunk_sizes
 from ..layout.placements import (
     ShardSizes,
-    as_integers,
+    by_mesh_dim,
     given_mesh,
     given_placements,
     mesh_coordinate,
@@ -77,10 +77,7 @@ def agree_on_local(
     """
     mesh = usable_mesh(mesh)
     placements = given_placements(placements, mesh)
-    if isinstance(shard_sizes, Mapping):
-        shard_sizes = {(m + mesh.ndim if m < 0 else m): as_integers(tuple(s)) for m, s in shard_sizes.items()}
-    elif shard_sizes is not None and not isinstance(shard_sizes, str):
-        raise TypeError(f"shard_sizes must be a dict {{mesh_dim: sizes}}, None or 'even', not {shard_sizes!r}")
+    shard_sizes = by_mesh_dim(shard_sizes, placements, mesh)
     problem = problem_of(local, mesh)
     if not problem and local.device.type != mesh.device_type:
         local = local.to(mesh.device_type)
@@ -107,11 +104,15 @@ def agree_on_local(
     return local, spec
 
 
+def note_replicated(what: str, tensor: Tensor, mesh: DeviceMesh, mesh_dims: Sequence[int]) -> None:
+    """Have the ranks along ``mesh_dims``, which hold copies of ``tensor``, compare them with the next number that is
+    read, in a mesh's first calls."""
+    if mesh_dims and _is_early("copies", mesh):
+        note_copies(f"the replicated tensor of {what}", tensor, mesh, list(mesh_dims))
+
+
 def _note_replicated(local: Tensor, spec: ShardTensorSpec) -> None:
-    """Have the ranks that hold copies compare them with the next number that is read, in a mesh's first calls."""
-    copies = [m for m, p in enumerate(spec.placements) if p.is_replicate()]
-    if copies and _is_early("copies", spec.mesh):
-        note_copies("the replicated tensor of from_local", local, spec.mesh, copies)
+    note_replicated("from_local", local, spec.mesh, [m for m, p in enumerate(spec.placements) if p.is_replicate()])
 
 
 def _is_early(what: str, mesh: DeviceMesh) -> bool:

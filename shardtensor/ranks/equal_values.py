@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from .._compat.c10d import group_along
-from ..layout.placements import given_mesh
+from ..layout.placements import first_rank, given_mesh
 from ..layout.strides import as_bytes
 from .agreement import check_same, gather_over_mesh, show
 from .failures import communicating
@@ -119,7 +119,7 @@ def synchronize(model: nn.Module, mesh: DeviceMesh, *, source: int | None = None
         synchronize(model, mesh["domain"])
     """
     mesh = given_mesh(mesh)
-    source = int(mesh.mesh.flatten()[0]) if source is None else source
+    source = first_rank(mesh) if source is None else source
     tensors = [*model.named_parameters(), *model.named_buffers()]
     lines = [line_of(name, tensor) for name, tensor in tensors]
     check_same("model's parameters and buffers", [f"source={source}", *lines], mesh)

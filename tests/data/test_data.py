@@ -263,8 +263,9 @@ def two_domains():
         dataset = TensorDataset(data, target)
         sampler = DistributedSampler(dataset, num_replicas=2, rank=mesh["dp"].get_local_rank(), seed=3)
         given = DataLoader(dataset, batch_size=2, sampler=sampler)
+    source = int(domain().mesh[1])
     with domain():  # need not be named
-        sharded = ShardLoader(given, placements=[(Shard(2),), (Replicate(),)], shard_sizes={0: (4, 1)}, source=1)
+        sharded = ShardLoader(given, placements=[(Shard(2),), (Replicate(),)], shard_sizes=(4, 1), source=source)
     seen = []
     for epoch in range(2):
         if given is not None:
@@ -497,7 +498,7 @@ def test_the_source_draws_no_numbers_of_the_program():
 
 def leave_and_come_back():
     wholes = [numbers(5, 3, seed=i) for i in range(4)]
-    first, second = (ShardLoader(wholes, domain(), (Shard(d),), source=d) for d in (0, 1))
+    first, second = (ShardLoader(wholes, domain(), (Shard(d),), source=int(domain().mesh[d])) for d in (0, 1))
     for stop in (0, 2, 3):
         for i, x in enumerate(first):
             check(x, wholes[i])
@@ -668,8 +669,8 @@ def test_ranks_in_different_numbers_of_groups():
 
 
 def bad_source():
-    with pytest.raises(ValueError, match="source=2 is not a position in a mesh of 2 ranks"):
-        ShardLoader([], domain(), source=2)
+    with pytest.raises(ValueError, match=r"source=9 is not in the mesh \[., .\]; name a global rank of it"):
+        ShardLoader([], domain(), source=9)
     with pytest.raises(RuntimeError, match="no mesh was given"):
         ShardLoader([])
 
@@ -686,7 +687,7 @@ def resume(workers):
         data = TensorDataset(torch.arange(20))
         options = {"batch_size": 3, "shuffle": True, "num_workers": workers}
         given = StatefulDataLoader(data, **options) if domain().get_local_rank() == 1 else None
-        return ShardLoader(given, domain(), (Replicate(),), source=1)
+        return ShardLoader(given, domain(), (Replicate(),), source=int(domain().mesh[1]))
 
     def values(batches):
         return [tuple(x.to_local().tolist()) for (x,) in batches]

@@ -83,8 +83,8 @@ def a_loader_whose_batches_are_scattered(given: Given) -> Iterator[tuple[str, An
             x, y = batch["image"]["x"], batch["label"]
             if given.mesh is not None:
                 of = layouts(given)
-                x = scatter_tensor(x if given.rank == 0 else None, 0, given.mesh, of["image"]["x"])
-                y = scatter_tensor(y if given.rank == 0 else None, 0, given.mesh, of["label"])
+                x = scatter_tensor(x if given.rank == 0 else None, given.mesh, of["image"]["x"])
+                y = scatter_tensor(y if given.rank == 0 else None, given.mesh, of["label"])
             optimizer.zero_grad()
             loss = F.cross_entropy(model(x * batch["image"]["scale"].view(-1, 1, 1, 1)), y)
             loss.backward()

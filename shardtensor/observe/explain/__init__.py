@@ -14,7 +14,7 @@ from torch import Tensor
 from ..machines import MACHINES, Machine
 from .advice import Advice, Choice, advise
 from .report import Explanation, Layer, Share
-from .run import UnfitArguments, explained, prepared, sample_of
+from .run import GivenSizes, UnfitArguments, explained, prepared, sample_of
 
 __all__ = [
     "MACHINES",
@@ -35,7 +35,7 @@ def explain(
     *inputs: Any,
     mesh: int | Sequence[int],
     shard: Any,
-    shard_sizes: Mapping[int, Sequence[int]] | list[Mapping[int, Sequence[int]] | None] | None = None,
+    shard_sizes: GivenSizes | list[GivenSizes] = None,
     backward: bool | Callable[[Any], Tensor] = False,
     ranks: Sequence[int] | None = None,
     values: bool | None = None,
@@ -62,8 +62,8 @@ def explain(
         mesh: the number of ranks, or the shape of the mesh.
         shard: the tensor dim to shard, or one for each mesh dim (None: replicated), or a list with an entry for each
             input (None: plain). None with a mesh of 1 runs the model without shards, for comparison.
-        shard_sizes: ``{mesh_dim: (size on rank 0, ...)}`` for all sharded inputs, or a list with an entry for each
-            input. Default: torch.chunk's sizes.
+        shard_sizes: ``(size on rank 0, ...)`` where one mesh dim shards, or ``{mesh_dim: sizes}``, for all sharded
+            inputs; or a list with an entry for each input. Default: torch.chunk's sizes.
         backward: whether to run a backward pass. A function computes the loss from the model's result. Otherwise each
             result gets a gradient in its own layout, which needs no communication.
         ranks: the ranks to run. Default: all of up to 8 ranks. In larger worlds, the first, the middle and the last

@@ -39,6 +39,7 @@ FEW = 8  # up to so many ranks are all run
 _MANY_ROWS = 0.5  # of other ranks, that no rank should have to read
 
 Sizes = Mapping[int, Sequence[int]]
+GivenSizes = Sizes | tuple[int, ...] | None
 
 
 class UnfitArguments(ValueError):
@@ -99,7 +100,7 @@ def prepared(
     kwargs: Mapping[str, Any],
     mesh: int | Sequence[int],
     shard: Any,
-    shard_sizes: Sizes | Sequence[Sizes | None] | None,
+    shard_sizes: GivenSizes | list[GivenSizes],
     backward: bool | Callable[[Any], Tensor],
 ) -> Job:
     """The job of :func:`shardtensor.explain`'s arguments, or the errors that it documents."""
@@ -109,10 +110,9 @@ def prepared(
             f"mesh={mesh!r}: give a number of ranks, or the mesh's shape, such as (2, 2); all at least 1"
         )
     by_input, sizes_by_input = _by_input("shard", shard, inputs), _by_input("shard_sizes", shard_sizes, inputs)
-    given_by_input = [_by_mesh_dim(each or {}, shape) for each in sizes_by_input]
     leaves = [
         (leaf, each, given)
-        for value, each, given in zip(inputs, by_input, given_by_input)
+        for value, each, given in zip(inputs, by_input, sizes_by_input)
         for leaf in tree_leaves(value)
     ]
     layouts, sizes = [], []
@@ -120,7 +120,8 @@ def prepared(
         layout = _layout(each, shape, value.ndim) if isinstance(value, Tensor) and each is not None else None
         layouts.append(layout)
         sharded = {m: p.dim for m, p in enumerate(layout or ()) if isinstance(p, Shard)}
-        sizes.append({m: _chosen(given.get(m), value.shape[d], shape[m]) for m, d in sharded.items()})
+        chosen = _by_mesh_dim(given, shape, list(sharded))
+        sizes.append({m: _chosen(chosen.get(m), value.shape[d], shape[m]) for m, d in sharded.items()})
     if shard is None and shape != (1,):
         raise UnfitArguments(f"shard=None is the model on one rank, without shards; mesh={mesh!r} has more")
     if shard is not None and all(layout is None for layout in layouts):
@@ -143,8 +144,15 @@ def _by_input(name: str, given: Any, inputs: Sequence[Any]) -> list[Any]:
     return given
 
 
-def _by_mesh_dim(sizes: Sizes, shape: Sequence[int]) -> Sizes:
-    """Sizes by mesh dims counted from the front."""
+def _by_mesh_dim(sizes: GivenSizes, shape: Sequence[int], sharded: Sequence[int]) -> Sizes:
+    """Sizes by mesh dims counted from the front; ``sharded``: those that shard a tensor."""
+    if isinstance(sizes, tuple):
+        if len(sharded) > 1:
+            raise UnfitArguments(
+                f"shard_sizes={sizes}: mesh dims {tuple(sharded)} shard the input; give {{mesh_dim: sizes}}"
+            )
+        return dict.fromkeys(sharded, sizes)
+    sizes = sizes or {}
     given = {m % len(shape): tuple(each) for m, each in sizes.items() if -len(shape) <= m < len(shape)}
     if len(given) != len(sizes):
         raise UnfitArguments(f"shard_sizes={sizes!r} names mesh dims beyond those of {tuple(shape)}")
