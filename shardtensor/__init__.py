@@ -7,12 +7,12 @@ from .observe.command_line import answer_help
 
 answer_help()  # before torch is imported, see [Note: help]
 
-from . import debug, neighbors, ops  # noqa: F401
+from . import debug, extend, neighbors, ops  # noqa: F401
 from .communication.exchange import set_transport
 from .context import allow_gather
 from .dispatch import functions, gradients, uneven, user_strategies  # noqa: F401  # some put their hooks in place
 from .dispatch.patches import install
-from .dispatch.registry import Support, register, registered, supports, unregister
+from .dispatch.registry import supports
 from .dispatch.scatter import distribute_tensor, gather_tensor, scatter_tensor
 from .dispatch.tensor import ShardTensor
 from .errors import LocalSizeError, LostRankError, RanksDiffer, ThreadConflict, UnsupportedSharding
@@ -22,9 +22,6 @@ from .observe.drawing import visualize
 from .observe.explain import advise, explain
 from .observe.timelines import timeline
 from .operators import transforms  # noqa: F401  # puts torch.func's transforms in place
-from .operators.arguments import Arguments
-from .operators.declaration import operator
-from .operators.plan import Composed, LocalPlan, Plan
 from .ops.attention.sdpa import attention_method
 from .ranks.history import take_turns
 
@@ -57,20 +54,11 @@ __all__ = [
     "explain",
     "visualize",
     "timeline",
-    # which operators there are, and new ones
-    "Arguments",
-    "Composed",
-    "LocalPlan",
-    "Plan",
-    "Support",
-    "operator",
-    "register",
-    "registered",
+    # which operators there are; shardtensor.extend has what adds new ones
     "supports",
-    "unregister",
 ]
 
 
 def __dir__() -> list[str]:
     """The public names, and the modules that are imported with them."""
-    return [*__all__, "__version__", "debug", "neighbors"]
+    return [*__all__, "__version__", "debug", "extend", "neighbors"]

@@ -155,16 +155,16 @@ def _run(page: Page) -> Ran:
     from shardtensor.layout import caches
 
     caches.forget()  # as a new process: what is looked at in a mesh's first calls
-    before = shardtensor.registered()
+    before = shardtensor.extend.registered()
     module = ModuleType(re.sub(r"\W", "_", page.name))  # classes that a page defines are found by pickle and dataclass
     sys.modules[module.__name__] = module
     try:
         outcomes = tuple(outcome(page, block, shown, vars(module)) for block, shown in page.programs)
     finally:
         # Not those that the package registers when a library is imported first, nor those of DTensor's strategies.
-        found = shardtensor.registered().items() - before.items()
+        found = shardtensor.extend.registered().items() - before.items()
         new = {entry: handler for entry, handler in found if not handler.__module__.startswith("shardtensor.")}
-        shardtensor.unregister(*new)
+        shardtensor.extend.unregister(*new)
     return Ran(vars(module), outcomes, new)
 
 

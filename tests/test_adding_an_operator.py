@@ -26,7 +26,7 @@ def guide():
     try:
         yield made.names
     finally:
-        shardtensor.unregister(function, operator)
+        shardtensor.extend.unregister(function, operator)
 
 
 def check(sizes):
@@ -59,7 +59,7 @@ def test_what_is_declared_is_supported():
     with guide() as made:
         answer = shardtensor.supports(made["second_difference"])
         assert answer and answer.how == "declared"
-        assert made["second_difference"] in shardtensor.registered()
+        assert made["second_difference"] in shardtensor.extend.registered()
         assert shardtensor.supports(torch.ops.guide.halve).how == "declared"
-    assert made["second_difference"] not in shardtensor.registered()
+    assert made["second_difference"] not in shardtensor.extend.registered()
     assert not shardtensor.supports(torch.ops.guide.halve)

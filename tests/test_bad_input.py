@@ -81,7 +81,7 @@ def from_local(case):
             x = build(ones(4, 2), mesh, [Shard(0)]).requires_grad_()
             x.to_local(grad_placements=[Shard(0), Replicate()])
         case "sizes type":
-            build(ones(4, 2), mesh, [Shard(0)], shard_sizes={4, 4})
+            build(ones(4, 2), mesh, [Shard(0)], shard_sizes={4})
 
 
 FROM_LOCAL = [

@@ -634,12 +634,12 @@ def own_handlers():
     x = shard(numbers(8, 4), shared_mesh(2), [Shard(0)], {0: (7, 1)})
     calls = []
 
-    @shardtensor.register(half)
+    @shardtensor.extend.register(half)
     def _(x):
         calls.append("half")
         return x * 0.5
 
-    @shardtensor.register(aten.as_strided.default)
+    @shardtensor.extend.register(aten.as_strided.default)
     def _(x, *args):
         calls.append("as_strided")
         return NotImplemented
@@ -649,17 +649,17 @@ def own_handlers():
         with pytest.raises(UnsupportedSharding):
             x.as_strided((2, 2), (1, 4))
         assert calls == ["half", "as_strided"]
-        assert {half, aten.as_strided.default} <= set(shardtensor.registered())
+        assert {half, aten.as_strided.default} <= set(shardtensor.extend.registered())
         with pytest.raises(ValueError, match="has a handler already"):
-            shardtensor.register(half)
+            shardtensor.extend.register(half)
         with pytest.raises(TypeError, match="neither a function"):
-            shardtensor.register("half")
+            shardtensor.extend.register("half")
     finally:
-        shardtensor.unregister(half, aten.as_strided.default)
+        shardtensor.extend.unregister(half, aten.as_strided.default)
     with pytest.raises(KeyError):
-        shardtensor.unregister(half)
-    shardtensor.registered().clear()  # a copy
-    assert torch.sum in shardtensor.registered()
+        shardtensor.extend.unregister(half)
+    shardtensor.extend.registered().clear()  # a copy
+    assert torch.sum in shardtensor.extend.registered()
 
 
 def test_users_register_operators_of_their_own():

@@ -36,8 +36,8 @@ def told(report):
 
 def broken(handler):
     """An operator that does not do what torch's does; on which a sweep is tried."""
-    shardtensor.register(aten.tril.default)(handler)
-    return lambda: shardtensor.unregister(aten.tril.default)
+    shardtensor.extend.register(aten.tril.default)(handler)
+    return lambda: shardtensor.extend.unregister(aten.tril.default)
 
 
 def wrong_value():
@@ -197,8 +197,8 @@ def test_samples_lie_in_memory_as_said():
 def row_major():
     """An operator that loses its operand's memory format; on which a sweep is tried."""
     op = aten.native_dropout_backward.default
-    shardtensor.register(op)(lambda grad, mask, scale: (grad * mask * scale).contiguous())
-    return lambda: shardtensor.unregister(op)
+    shardtensor.extend.register(op)(lambda grad, mask, scale: (grad * mask * scale).contiguous())
+    return lambda: shardtensor.extend.unregister(op)
 
 
 def test_lost_memory_formats_are_found_out():

@@ -13,7 +13,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 import shardtensor
-from shardtensor import Composed, LocalPlan, ShardTensor, UnsupportedSharding, operator
+from shardtensor import ShardTensor, UnsupportedSharding
+from shardtensor.extend import Composed, LocalPlan, operator
 from shardtensor.observe._compat import init_fake_process_group
 from shardtensor.testing import assert_matches_unsharded, run_distributed, shard, shared_mesh, simulate_ranks
 
@@ -40,7 +41,7 @@ class Declared:
         return self
 
     def __exit__(self, *_):
-        shardtensor.unregister(scaled)
+        shardtensor.extend.unregister(scaled)
 
 
 def on_one_rank(check):
@@ -110,8 +111,8 @@ def every_ingredient():
         with torch.no_grad(), shardtensor.set_transport("p2p"):  # which runs depend on, and no plan
             scaled(x)
         assert len(declared.made) == before + 2
-        shardtensor.register(on_one_rank)(lambda: None)
-        shardtensor.unregister(on_one_rank)
+        shardtensor.extend.register(on_one_rank)(lambda: None)
+        shardtensor.extend.unregister(on_one_rank)
         scaled(x)
         assert len(declared.made) == before + 3, "the registry"
 
@@ -157,9 +158,9 @@ def places():
         assert scaled(x, y).to_local().unique().tolist() == [12]
         assert scaled(other=y, x=x).to_local().unique().tolist() == [12]
         with pytest.raises(TypeError, match="multiple values"):
-            shardtensor.registered()[scaled](x, x=x)
+            shardtensor.extend.registered()[scaled](x, x=x)
         with pytest.raises(TypeError, match="takes 4 arguments, but 5 were given"):
-            shardtensor.registered()[scaled](x, y, 2, 0, 1)
+            shardtensor.extend.registered()[scaled](x, y, 2, 0, 1)
 
 
 def test_tensors_are_bound_by_their_place():
@@ -220,7 +221,7 @@ def test_a_spelling_is_declared_once():
     with pytest.raises(ValueError, match="has a rule already"):
         operator(torch.ops.aten.flip.default)(lambda call: None)
     with pytest.raises(KeyError):
-        shardtensor.unregister(nullcontext)
+        shardtensor.extend.unregister(nullcontext)
 
 
 @pytest.mark.parametrize(

@@ -152,7 +152,7 @@ def test_the_wheel_runs_without_the_source_tree_and_without_extras(built, tmp_pa
 def test_import_registers_all_operators_and_leaves_alone_what_takes_long():
     """Next to what torch.distributed.tensor imports itself."""
     code = "import sys, torch.distributed.tensor as _; before = set(sys.modules); import shardtensor\n"
-    code += "print(*(getattr(f, '__name__', '') for f in shardtensor.registered()))\n"
+    code += "print(*(getattr(f, '__name__', '') for f in shardtensor.extend.registered()))\n"
     code += "print(*(set(sys.modules) - before))"
     names, shown = map(str.split, run_python("-c", code, cwd=ROOT, PYTHONPATH=str(ROOT)).stdout.splitlines())
     assert {"conv2d", "linear", "layer_norm", "group_norm", "cross_entropy", "interpolate", "pad"} <= set(names)

@@ -144,7 +144,7 @@ def test_each_page_is_in_the_sites_contents():
     assert sorted(names) == sorted(p.path.stem for p in PAGES if p.path.parent == index.path.parent and p != index)
 
 
-MODULES = ("parallel", "data", "checkpoint", "neighbors", "debug", "testing")
+MODULES = ("extend", "parallel", "data", "checkpoint", "neighbors", "debug", "testing")
 PUBLIC = ["shardtensor", *(f"shardtensor.{name}" for name in MODULES)]
 
 

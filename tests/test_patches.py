@@ -224,7 +224,7 @@ assert not [name for name in patches.installed() if name.startswith("natten")]
 import natten, torch
 assert {name for name in patches.installed() if name.startswith("natten")}
 for function in (natten.na1d.__globals__["neighborhood_attention_generic"], natten.attention, natten.merge_attentions):
-    assert function.__wrapped__ in shardtensor.registered()
+    assert function.__wrapped__ in shardtensor.extend.registered()
 q = torch.randn(1, 6, 6, 2, 8)
 before = natten.na2d(q, q, q, kernel_size=3)
 patches.uninstall()
@@ -238,7 +238,7 @@ import natten
 import shardtensor
 assert {name for name in shardtensor.dispatch.patches.installed() if name.startswith("natten")}
 for function in (natten.na1d.__globals__["neighborhood_attention_generic"], natten.attention, natten.merge_attentions):
-    assert function.__wrapped__ in shardtensor.registered()
+    assert function.__wrapped__ in shardtensor.extend.registered()
 """
 
 
@@ -258,13 +258,13 @@ def attend_without_a_handler():
     import natten
 
     function = natten.functional.neighborhood_attention_generic.__wrapped__
-    handler = shardtensor.registered()[function]
+    handler = shardtensor.extend.registered()[function]
     q = shard(torch.randn(1, 8, 6, 2, 8), shared_mesh(2), [Shard(1)], {0: (5, 3)})
-    shardtensor.unregister(function)
+    shardtensor.extend.unregister(function)
     try:
         natten.na2d(q, q, q, kernel_size=3)
     finally:
-        shardtensor.register(function)(handler)
+        shardtensor.extend.register(function)(handler)
 
 
 def test_natten_without_a_handler_is_refused():

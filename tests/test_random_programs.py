@@ -48,8 +48,8 @@ def test_compiled_programs_give_what_one_device_gives(mesh):
 
 
 def planted(handler):
-    shardtensor.register(aten.sin.default)(handler)
-    return lambda: shardtensor.unregister(aten.sin.default)
+    shardtensor.extend.register(aten.sin.default)(handler)
+    return lambda: shardtensor.extend.unregister(aten.sin.default)
 
 
 def wrong_value():

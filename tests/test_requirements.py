@@ -235,13 +235,13 @@ def test_no_device_is_named():
 
 def test_what_is_patched_and_registered_can_be_looked_up():
     """The handlers are listed by one call, the patches by another, and a page says so."""
-    handlers = shardtensor.registered()
+    handlers = shardtensor.extend.registered()
     for function in (F.conv1d, F.conv2d, F.conv3d):
         function = inspect.unwrap(function)
         assert "convolution" in inspect.getmodule(handlers[function]).__name__
     assert "torch.nn.functional.conv2d" in shardtensor.dispatch.patches.installed()
     pages = [ROOT / "docs" / "how-it-works.md", ROOT / "docs" / "operators.md"]
-    assert any("shardtensor.registered()" in page.read_text() for page in pages)
+    assert any("shardtensor.extend.registered()" in page.read_text() for page in pages)
 
 
 def missing_handler():
@@ -322,12 +322,12 @@ def own_operator():
             return torch.overrides.handle_torch_function(scaled, (x,), x)
         return x * x.shape[0]
 
-    shardtensor.register(scaled)(lambda x: x * x.shape[0])
+    shardtensor.extend.register(scaled)(lambda x: x * x.shape[0])
     try:
         x = rows(numbers(8, 3), (7, 1))
         assert torch.equal(scaled(x).full_tensor(), x.full_tensor() * 8)
     finally:
-        shardtensor.unregister(scaled)
+        shardtensor.extend.unregister(scaled)
 
 
 def test_the_registry_is_open_to_users():

@@ -321,12 +321,12 @@ def from_all_ranks():
             assert torch.equal(local, expected_shard(whole, x)), (source, placements, sizes)
             assert local.untyped_storage().data_ptr() != given.untyped_storage().data_ptr()
     for source in (2, -1):
-        with pytest.raises(ValueError, match=rf"src_data_rank={source} is no rank along every dim of the mesh \(2, 2\)"):
+        with pytest.raises(ValueError, match=rf"src_data_rank={source} is no rank along every dim of the mesh"):
             distribute_tensor(whole, mesh, [Shard(0), Shard(1)], src_data_rank=source)
     for source in (0, None):
         with pytest.raises(ValueError, match=r"cannot place .*: only Shard and Replicate"):
             distribute_tensor(whole, mesh, [Shard(0), Partial()], src_data_rank=source)
-        with pytest.raises(TypeError, match="distribute_tensor: the tensor is a DTensor already; use ShardTensor.from_d"):
+        with pytest.raises(TypeError, match="distribute_tensor: the tensor is a DTensor already"):
             distribute_tensor(x, mesh, [Shard(0), Shard(1)], src_data_rank=source)
 
 

@@ -281,7 +281,7 @@ def overridden():
     before = strategies().get(op)
     register_sharding(op)(lambda grad, x, padding: [([Shard(0)], [Shard(0), Shard(0), None])])
     try:
-        assert shardtensor.registered()[op] is fall_back and shardtensor.supports(op).how == "strategy"
+        assert shardtensor.extend.registered()[op] is fall_back and shardtensor.supports(op).how == "strategy"
         found = op(*sharded, [1, 1])
     finally:
         strategies().pop(op)
@@ -297,7 +297,7 @@ def test_an_operator_of_torch_by_a_strategy_of_the_user():
 
 def test_what_falls_back_is_registered():
     ops = torch.ops.falling
-    table = shardtensor.registered()
+    table = shardtensor.extend.registered()
     assert all(table[getattr(ops, name).default] is fall_back for name in ("gate", "parts", "total"))
     assert shardtensor.supports(ops.gate.default).where == "shardtensor.dispatch.user_strategies"
     for op in (ops.noise.default, ops.unruled.default, torch.ops.aten.reflection_pad1d_backward.default):

@@ -112,9 +112,9 @@ def test_the_registry_is_that_of_all_threads():
 
     with shardtensor.allow_gather():
         before = context.settings()
-        in_thread(lambda: shardtensor.register(twice)(twice))
+        in_thread(lambda: shardtensor.extend.register(twice)(twice))
         assert context.settings() != before and context.gather_allowed()
-        shardtensor.unregister(twice)
+        shardtensor.extend.unregister(twice)
 
 
 def gathering():

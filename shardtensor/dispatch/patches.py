@@ -125,7 +125,7 @@ class PatchedFunction(wrapt.FunctionWrapper):  # type: ignore[type-arg]  # not g
                 f"{self._self_patch.module}.{self._self_patch.name}",
                 _operands(args) or _operands(kwargs.values()),
                 "no distributed form is registered",
-                "call it on to_local() of replicated tensors, or register a handler with shardtensor.register",
+                "call it on to_local() of replicated tensors, or register a handler with shardtensor.extend.register",
             )
         return wrapped(*args, **kwargs)
 

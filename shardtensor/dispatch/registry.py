@@ -76,12 +76,12 @@ def register(*funcs_or_ops: Any) -> Callable[[Handler], Handler]:
         ...     if torch.overrides.has_torch_function_unary(x):
         ...         return torch.overrides.handle_torch_function(half, (x,), x)
         ...     return x / 2
-        >>> @shardtensor.register(half)
+        >>> @shardtensor.extend.register(half)
         ... def _(x):
         ...     return x * 0.5
-        >>> half in shardtensor.registered()
+        >>> half in shardtensor.extend.registered()
         True
-        >>> shardtensor.unregister(half)
+        >>> shardtensor.extend.unregister(half)
     """
     for f in funcs_or_ops:
         if not callable(f):

@@ -72,7 +72,7 @@ def places_in(value: Any) -> Iterator[int]:
 
 @dataclass(frozen=True, slots=True)
 class Declaration:
-    """What :func:`shardtensor.operator` was given.
+    """What :func:`shardtensor.extend.operator` was given.
 
     Attributes:
         build: the function that makes plans.
@@ -152,7 +152,7 @@ def declaration(
     sharded: str,
     sparse: Callable[..., Any] | None = None,
 ) -> Declaration:
-    """What :func:`shardtensor.operator` was given, its names split. The function's first argument is the call."""
+    """What :func:`shardtensor.extend.operator` was given, names split. The function's first argument is the call."""
     signature = inspect.signature(build)
     own = signature.replace(parameters=list(signature.parameters.values())[1:])
     tensor_names, parameter_names, partial_names, sharded_names = (

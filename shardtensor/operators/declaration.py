@@ -215,10 +215,10 @@ def operator(
         ...     if torch.overrides.has_torch_function_unary(x):
         ...         return torch.overrides.handle_torch_function(halved, (x,), x)
         ...     return x / 2
-        >>> @shardtensor.operator(halved, tensors="x")
+        >>> @shardtensor.extend.operator(halved, tensors="x")
         ... def plan_halved(call, x):
-        ...     return shardtensor.LocalPlan(lambda local: local / 2, x)
-        >>> shardtensor.unregister(halved)
+        ...     return shardtensor.extend.LocalPlan(lambda local: local / 2, x)
+        >>> shardtensor.extend.unregister(halved)
     """
 
     def decorate(build: Build) -> Build:

@@ -20,10 +20,9 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 
 from .._compat import tree_leaves
 from ..layout.geometry import chunk_sizes
+from ..layout.placements import ShardSizes, by_mesh_dim
 from ..ranks.agreement import check_same, gather_over_mesh, show
 from .mesh import shared_mesh
-
-ShardSizes = Mapping[int, Sequence[int] | None]
 
 # rtol and atol, chosen for sums of a few hundred products.
 _TOLERANCES = {
@@ -45,11 +44,11 @@ def shard(
 ) -> Any:
     """Shard a tensor that every rank holds; the result is a leaf, made without communication.
 
-    ``shard_sizes`` is ``{mesh_dim: size on each rank}``; mesh dims left out get torch.chunk's sizes. On a ``Partial``
+    ``shard_sizes`` is as for :meth:`ShardTensor.from_local`; None: torch.chunk's sizes. On a ``Partial``
     mesh dim the ranks get different values whose sum is the tensor.
 
     >>> def sharded():
-    ...     x = shard(torch.arange(8.0), shared_mesh(2), [Shard(0)], {0: (5, 3)})
+    ...     x = shard(torch.arange(8.0), shared_mesh(2), [Shard(0)], (5, 3))
     ...     return x.to_local().tolist()
     >>> run_distributed(sharded, 2)  # doctest: +SKIP
     [[0.0, 1.0, 2.0, 3.0, 4.0], [5.0, 6.0, 7.0]]
@@ -59,7 +58,8 @@ def shard(
     coordinate = mesh.get_coordinate()
     if coordinate is None:
         raise RuntimeError(f"this rank is not in the mesh {mesh}")
-    local, sizes = tensor.detach(), {m: tuple(given) for m, given in (shard_sizes or {}).items() if given is not None}
+    asked = by_mesh_dim(shard_sizes, placements, mesh)
+    local, sizes = tensor.detach(), dict(asked) if isinstance(asked, dict) else {}
     for mesh_dim, placement in enumerate(placements):
         here, ranks = coordinate[mesh_dim], mesh.size(mesh_dim)
         if isinstance(placement, Shard):
@@ -98,14 +98,14 @@ def assert_matches_unsharded(
     ...     torch.manual_seed(0)
     ...     conv = nn.Conv1d(2, 3, kernel_size=3, padding=1).double()
     ...     x = torch.randn(1, 2, 8, dtype=torch.float64)
-    ...     assert_matches_unsharded(conv, x, mesh_shape=2, placements=[Shard(2)], shard_sizes={0: (5, 3)})
+    ...     assert_matches_unsharded(conv, x, mesh_shape=2, placements=[Shard(2)], shard_sizes=(5, 3))
     >>> run_distributed(check_conv, 2)  # doctest: +SKIP
 
     Args:
         tensors: the global arguments, the same on every rank. Other arguments are passed unchanged.
         placements: of all tensors, or one list (None: left plain) per argument.
         mesh_shape, mesh: the mesh, or the shape of one from :func:`shared_mesh`.
-        shard_sizes: of all tensors, or one dict per argument.
+        shard_sizes: of all tensors, or a list with those of each argument.
         rtol, atol: tolerances; default: chosen for the dtype. ``atol`` is relative to the largest reference value, if
             that exceeds one.
 
@@ -322,7 +322,7 @@ def _per_argument(
     """Placements and sizes of each argument, where they may be given once for all of them."""
     once = all(isinstance(p, Placement) for p in placements)
     each_placements: list[Any] = [placements] * len(tensors) if once else list(placements)
-    once = shard_sizes is None or isinstance(shard_sizes, Mapping)
+    once = shard_sizes is None or isinstance(shard_sizes, Mapping) or all(isinstance(n, int) for n in shard_sizes)
     each_sizes: list[Any] = [shard_sizes] * len(tensors) if once else list(shard_sizes or ())
     if not len(each_placements) == len(each_sizes) == len(tensors):
         raise ValueError(

@@ -39,7 +39,7 @@ def rule_of(op):
 def rooms_of(name: str) -> set[str]:
     """The modules that serve a name of torch's, as a function or an operator; none if torch composes it of others."""
     home, _, base = name.rpartition(".")
-    table = shardtensor.registered()
+    table = shardtensor.extend.registered()
     handlers = [table.get(getattr(HOMES[home], base))]
     for packet in (base, f"{home.replace('.', '_')}_{base}"):
         packet = getattr(torch.ops.aten, packet, None)

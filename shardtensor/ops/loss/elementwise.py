@@ -90,7 +90,7 @@ def loss(
 
     Args:
         names: of the operators below it, which take a number for the reduction.
-        tensors, parameters: as of :func:`shardtensor.operator`; parameters may be sharded.
+        tensors, parameters: as of :func:`shardtensor.extend.operator`; parameters may be sharded.
     """
     own = inspect.signature(function)
 
