@@ -15,6 +15,10 @@ PLAIN_TARGET = (
 )
 
 
+# What to do where a model is not on the device of the mesh.
+MOVE_THE_MODEL = "move it first: model.to(device), where device = shardtensor.parallel.device()"
+
+
 class UnsupportedSharding(NotImplementedError):
     """An operator has no exact form for these shards. Raised on every rank, before anything is sent.
 

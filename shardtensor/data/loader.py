@@ -32,7 +32,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.utils.data import default_convert
 
 from .._compat import PyTree, tree_leaves, tree_map
 from ..dispatch.scatter import part_at
@@ -47,7 +46,7 @@ from ..ranks.history import calling
 from ..ranks.rows import gather_rows, gather_texts
 from ..ranks.streams import wait_for_streams
 from . import messages
-from .layout import Layout, MakeSpec, MeshlessSpec
+from .layout import Layout, MeshlessSpec
 
 # -- copies ------------------------------------------------------------------------------------------------------------
 
@@ -270,21 +269,7 @@ class ShardLoader(Generic[Batch]):
 
     def _message(self, batch: PyTree, tensors: list[Tensor]) -> bytes:
         """The message for a batch, with a :class:`MeshlessSpec` for each of its tensors, which go to ``tensors``."""
-
-        def collect(leaf: object, spec: MakeSpec) -> object:
-            if messages.is_side_data(leaf):
-                return leaf
-            leaf = default_convert(leaf)  # type: ignore[no-untyped-call]  # arrays become tensors
-            if not isinstance(leaf, Tensor):
-                if self._pickled:
-                    return leaf
-                raise messages.cannot_send(leaf)
-            if type(leaf) not in (Tensor, torch.nn.Parameter) or leaf.layout != torch.strided:
-                raise TypeError(f"a batch holds plain dense tensors, not a {type(leaf).__name__} ({leaf.layout})")
-            tensors.append(leaf.detach())
-            return MeshlessSpec.of(spec(leaf.shape, leaf.dtype))
-
-        described = self._layout.map(collect, batch)
+        described = messages.describe(batch, self._layout, tensors, self._pickled)
         if not self._pickled:
             return bytes([_BATCH]) + messages.encode(described)
         buffer = io.BytesIO()
@@ -339,14 +324,8 @@ class ShardLoader(Generic[Batch]):
         types, body = messages.parse(content)
         new = [name for name in types if name not in self._known]
         if new:
-            lacking = ", ".join(messages.unknown(new))
-            found = gather_texts(lacking, lambda row: gather_rows(row, self._group, "cpu"))
-            if any(found.values()):
-                ranks = {dist.get_global_rank(self._group, k): names for k, names in found.items() if names}
-                raise TypeError(
-                    f"a batch holds types that some ranks do not know: {ranks}. Import their modules on every rank (on "
-                    "top level, a named tuple under its own name; register the others with torch.utils._pytree)"
-                )
+            found = gather_texts(messages.lacking(new), lambda row: gather_rows(row, self._group, "cpu"))
+            messages.check_known({dist.get_global_rank(self._group, k): names for k, names in found.items()})
             self._known.update(new)
         return messages.build(body)
 

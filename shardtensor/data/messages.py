@@ -15,14 +15,17 @@ import base64
 import builtins
 import json
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
+import torch
+from torch import Tensor
 from torch.distributed.tensor import Replicate, Shard
+from torch.utils.data import default_convert
 
 from .._compat import SUPPORTED_NODES, PyTree
 from ..ranks.agreement import DTYPES
-from .layout import MeshlessSpec
+from .layout import Layout, MakeSpec, MeshlessSpec
 
 _PLAIN = {type(None), bool, int, float, str}
 _DTYPES = {str(dtype): dtype for dtype in DTYPES}
@@ -42,6 +45,32 @@ def cannot_send(value: object) -> TypeError:
         "it to these, register its class with torch.utils._pytree, or, if every rank may unpickle what the source "
         "sends, which can run any code, pass ShardLoader(..., pickled=True) on all ranks"
     )
+
+
+def describe(batch: PyTree, layout: Layout, tensors: list[Tensor], pickled: bool = False) -> PyTree:
+    """The batch with a :class:`MeshlessSpec` for each tensor or array; the tensors are appended to ``tensors``.
+
+    Args:
+        pickled: whether it may hold what cannot be sent by its value.
+
+    Raises:
+        TypeError, ValueError: something that cannot be sent, or a layout that does not fit.
+    """
+
+    def collect(leaf: object, spec: MakeSpec) -> object:
+        if is_side_data(leaf):
+            return leaf
+        leaf = default_convert(leaf)  # type: ignore[no-untyped-call]  # arrays become tensors
+        if not isinstance(leaf, Tensor):
+            if pickled:
+                return leaf
+            raise cannot_send(leaf)
+        if type(leaf) not in (Tensor, torch.nn.Parameter) or leaf.layout != torch.strided:
+            raise TypeError(f"a batch holds plain dense tensors, not a {type(leaf).__name__} ({leaf.layout})")
+        tensors.append(leaf.detach())
+        return MeshlessSpec.of(spec(leaf.shape, leaf.dtype))
+
+    return layout.map(collect, batch)
 
 
 def encode(batch: PyTree) -> bytes:
@@ -113,9 +142,18 @@ def build(value: Any) -> PyTree:
 # -- types ------------------------------------------------------------------------------------------------------------
 
 
-def unknown(types: Iterable[str]) -> list[str]:
+def lacking(types: Iterable[str]) -> str:
     """Those of the types of a message that this process does not have."""
-    return [name for name in types if _class(name) is None]
+    return ", ".join(name for name in types if _class(name) is None)
+
+
+def check_known(lacked: Mapping[int, str]) -> None:
+    """TypeError where a rank has answered :func:`lacking` with some types; all ranks have all answers."""
+    if ranks := {rank: names for rank, names in lacked.items() if names}:
+        raise TypeError(
+            f"a batch holds types that some ranks do not know: {ranks}. Import their modules on every rank (on "
+            "top level, a named tuple under its own name; register the others with torch.utils._pytree)"
+        )
 
 
 def _class(name: str) -> type | None:

@@ -83,7 +83,7 @@ def agree_on_local(
         local = local.to(mesh.device_type)
     if shard_sizes is None or debug_enabled():
         asked = described(placements, shard_sizes)
-        looked_at = _is_early("shards", mesh) and not problem
+        looked_at = is_early("shards", mesh) and not problem
         sample = digest_of_some(local) if looked_at and isinstance(local, Tensor) and not is_traced(local) else 0
         claims = claims_of(local, problem, "placements or shard_sizes", asked, mesh, sample)
         spec = _from_claims(claims, local, mesh, placements, shard_sizes)
@@ -107,7 +107,7 @@ def agree_on_local(
 def note_replicated(what: str, tensor: Tensor, mesh: DeviceMesh, mesh_dims: Sequence[int]) -> None:
     """Have the ranks along ``mesh_dims``, which hold copies of ``tensor``, compare them with the next number that is
     read, in a mesh's first calls."""
-    if mesh_dims and _is_early("copies", mesh):
+    if mesh_dims and is_early("copies", mesh):
         note_copies(f"the replicated tensor of {what}", tensor, mesh, list(mesh_dims))
 
 
@@ -115,7 +115,7 @@ def _note_replicated(local: Tensor, spec: ShardTensorSpec) -> None:
     note_replicated("from_local", local, spec.mesh, [m for m, p in enumerate(spec.placements) if p.is_replicate()])
 
 
-def _is_early(what: str, mesh: DeviceMesh) -> bool:
+def is_early(what: str, mesh: DeviceMesh) -> bool:
     """Whether this call is one of a mesh's first, or all are to be looked at."""
     _calls[mesh, what] += 1
     return _calls[mesh, what] <= _FIRST or debug_enabled()
@@ -352,8 +352,13 @@ def check_same(what: str, lines: Sequence[str], mesh: DeviceMesh) -> None:
 
 def show(text: str, mesh: DeviceMesh) -> str:
     """What each rank of the mesh has to say; called by all of them."""
+    return ", ".join(f"{theirs} on rank {rank}" for rank, theirs in texts_over_mesh(text, mesh).items())
+
+
+def texts_over_mesh(text: str, mesh: DeviceMesh) -> dict[int, str]:
+    """Every rank's ``text``, by global rank. Collective over the mesh."""
     texts = gather_texts(text, lambda row: _gather_rows(row, mesh))
-    return ", ".join(f"{theirs} on rank {rank_at(mesh, at)}" for at, theirs in texts.items())
+    return {rank_at(mesh, at): theirs for at, theirs in texts.items()}
 
 
 def _show_difference(what: str, text: str, mesh: DeviceMesh) -> None:

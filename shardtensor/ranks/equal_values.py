@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from .._compat.c10d import group_along
+from ..errors import MOVE_THE_MODEL
 from ..layout.placements import first_rank, given_mesh
 from ..layout.strides import as_bytes
 from .agreement import check_same, gather_over_mesh, show
@@ -100,7 +101,7 @@ def _equal(numbers: Mapping[tuple[int, ...], int], mesh_dims: Sequence[int]) -> 
 # -- equal weights -----------------------------------------------------------------------------------------------------
 
 
-def synchronize(model: nn.Module, mesh: DeviceMesh, *, source: int | None = None) -> None:
+def synchronize(model: nn.Module, mesh: DeviceMesh, *, source: int | None = None, offloaded: bool = False) -> None:
     """Send the parameters and buffers of one rank to all ranks of ``mesh``, in place.
 
     DDP and FSDP2 over a data axis do not make weights equal along the domain axis. Call this before you wrap the model.
@@ -108,11 +109,12 @@ def synchronize(model: nn.Module, mesh: DeviceMesh, *, source: int | None = None
 
     Args:
         source: the *global* rank whose values are sent; default: the first rank of the mesh.
+        offloaded: whether parameters may be on another device than the mesh's, as those that FSDP2 offloads.
 
     Raises:
         ValueError: on every rank of the mesh, before any value is sent: names, shapes, dtypes, placements or the order
             of parameters and buffers differ between ranks; a tensor on the meta device, which has no values yet; a
-            source outside the mesh.
+            parameter on another device than the mesh's; a source outside the mesh.
 
     Example::
 
@@ -126,8 +128,13 @@ def synchronize(model: nn.Module, mesh: DeviceMesh, *, source: int | None = None
     found = (mesh.mesh == source).nonzero().tolist()
     if not found:
         raise ValueError(f"source={source} is not in the mesh {mesh.mesh.tolist()}; name a global rank of the mesh")
-    for name, tensor in tensors:
-        copy = copy_of(name, tensor, mesh)
+    copies = [copy_of(name, tensor, mesh) for name, tensor in tensors]
+    for name, parameter in model.named_parameters():
+        if not offloaded and parameter.device.type != mesh.device_type:
+            raise ValueError(
+                f"{name} is on {parameter.device.type!r}, and the mesh on {mesh.device_type!r}; {MOVE_THE_MODEL}"
+            )
+    for copy in copies:
         for m in copy.mesh_dims:
             # On the mesh's device and as bytes: backends lack devices, dtypes and memory formats.
             sent = copy.local.to(mesh.device_type).resolve_conj().resolve_neg().contiguous()

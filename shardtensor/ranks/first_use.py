@@ -27,6 +27,7 @@ from torch.distributed.tensor import DTensor
 
 from .._compat import hidden_from_program, is_traced
 from .._compat.c10d import group_along
+from ..errors import MOVE_THE_MODEL
 from ..layout.caches import forgets
 from .callers import called_from
 from .cuda_graphs import is_capturing
@@ -79,6 +80,11 @@ class PlainOperands:
         is_parameter = type(t) is not Tensor and isinstance(t, nn.Parameter)
         if not is_parameter and not self._left:
             return
+        if is_parameter and t.device.type != self._mesh.device_type:  # the kernel would raise, not on an empty shard
+            raise RuntimeError(
+                f"{self._name}: a parameter of shape {tuple(t.shape)} is on {t.device.type!r}, and the mesh of its "
+                f"ShardTensors on {self._mesh.device_type!r}; {MOVE_THE_MODEL}"
+            )
         what = f"the plain {'parameter' if is_parameter else 'tensor'} of {self._name}"
         held = note_copies(what, t, self._mesh, range(self._mesh.ndim), exactly=is_parameter)
         if held is not None:
