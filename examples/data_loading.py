@@ -27,6 +27,7 @@ from torch import nn
 from torch.distributed.tensor import Shard
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
+from shardtensor import parallel
 from shardtensor.data import ShardLoader, read
 from shardtensor.parallel import parallelize
 
@@ -201,10 +202,8 @@ def parse_arguments() -> argparse.Namespace:
 
 def main() -> None:
     args = parse_arguments()
-    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    device = accelerator or torch.device("cpu")
-    if accelerator is not None:
-        torch.accelerator.set_device_index(int(os.environ["LOCAL_RANK"]))
+    device = parallel.device()
+    if device.type != "cpu":
         torch.backends.cudnn.allow_tf32 = False
     dist.init_process_group(dist.get_default_backend_for_device(device))
     mesh = dist.init_device_mesh(device.type, args.shape, mesh_dim_names=("dp", "domain"))

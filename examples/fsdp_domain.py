@@ -19,7 +19,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch.distributed.tensor import Shard
 
-from shardtensor import scatter_tensor
+from shardtensor import parallel, scatter_tensor
 from shardtensor.parallel import parallelize
 
 sys.path.insert(0, str(Path(__file__).parent / "globe"))
@@ -102,10 +102,8 @@ def parse_arguments() -> argparse.Namespace:
 
 def main() -> None:
     args = parse_arguments()
-    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    device = accelerator or torch.device("cpu")
-    if accelerator is not None:
-        torch.accelerator.set_device_index(int(os.environ["LOCAL_RANK"]))
+    device = parallel.device()
+    if device.type != "cpu":
         torch.backends.cudnn.allow_tf32 = False  # --check could not tell an error from rounding
     dist.init_process_group(dist.get_default_backend_for_device(device))
     shape = tuple(map(int, args.mesh.split("x")))

@@ -15,7 +15,7 @@ import os
 import re
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
 from functools import cached_property
@@ -24,6 +24,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import torch
 from packaging.requirements import Requirement
 
 ROOT = Path(__file__).parents[1]
@@ -142,15 +143,16 @@ class Ran:
 _ran: dict[Page, Ran] = {}
 
 
-def run(page: Page, folder: str | None = None) -> Ran:
-    """Run the page's blocks, once per process, in a folder that all ranks share; by default a temporary one."""
+def run(page: Page, folder: str | None = None, lines: Sequence[int] | None = None) -> Ran:
+    """Run the page's blocks, or those at these lines, once per process, in a folder that all ranks share; by default a
+    temporary one."""
     if page not in _ran:
         with tempfile.TemporaryDirectory() as own, started_by_torchrun(page, folder or own):
-            _ran[page] = _run(page)
+            _ran[page] = _run(page, lines)
     return _ran[page]
 
 
-def _run(page: Page) -> Ran:
+def _run(page: Page, lines: Sequence[int] | None) -> Ran:
     import shardtensor
     from shardtensor.layout import caches
 
@@ -159,7 +161,11 @@ def _run(page: Page) -> Ran:
     module = ModuleType(re.sub(r"\W", "_", page.name))  # classes that a page defines are found by pickle and dataclass
     sys.modules[module.__name__] = module
     try:
-        outcomes = tuple(outcome(page, block, shown, vars(module)) for block, shown in page.programs)
+        outcomes = tuple(
+            outcome(page, block, shown, vars(module))
+            for block, shown in page.programs
+            if lines is None or block.line in lines
+        )
     finally:
         # Not those that the package registers when a library is imported first, nor those of DTensor's strategies.
         found = shardtensor.extend.registered().items() - before.items()
@@ -185,6 +191,8 @@ def outcome(page: Page, block: Block, shown: str | None, names: dict[str, Any]) 
 def started_by_torchrun(page: Page, folder: str) -> Iterator[None]:
     """Run a block as torchrun would in the page's folder: with its variables, and the page's neighbours importable."""
     here, path, modules = os.getcwd(), list(sys.path), set(sys.modules)
+    made_on = torch.get_default_device()
+    torch.set_default_device(None)  # as in a new process; which device there is, is for the page to find out
     os.environ["TORCHELASTIC_RUN_ID"] = "pages"
     sys.path.insert(0, str(page.path.parent))
     os.chdir(folder)
@@ -192,6 +200,7 @@ def started_by_torchrun(page: Page, folder: str) -> Iterator[None]:
         yield
     finally:
         os.chdir(here)
+        torch.set_default_device(made_on)
         sys.path[:] = path
         del os.environ["TORCHELASTIC_RUN_ID"]
         for name in set(sys.modules) - modules:

@@ -21,18 +21,50 @@ MAKEFILE = (ROOT / "Makefile").read_text()
 OURS = r"(?:docs|examples|tests|benchmarks|shardtensor)/[\w./-]*\w|[A-Z]+\.md|Makefile|constraints\.txt|pyproject\.toml"
 
 
-def run_on_this_rank(page: Page, folder: str):
-    return run(page, folder).outcomes
+def run_on_this_rank(page: Page, folder: str, lines=None):
+    return run(page, folder, lines).outcomes
 
 
-@pytest.mark.on_cpu("the programs on the pages say that they run on CPUs")
-@pytest.mark.parametrize("page", [page for page in PAGES if page.programs], ids=str)
-def test_code_runs_as_printed(page, tmp_path):
+# Pages that run on the emulated device in every run; the others do in a slow one.
+FIRST_HOUR = ("README.md", "docs/quickstart.md", "docs/tutorial.md", "docs/parallel.md", "docs/data.md")
+# What the emulated device cannot run, by a word in the program, and why; nothing else may be here.
+NOT_EMULATED = {
+    "torch.compile(": "torch.compile needs Triton",
+    "to_sparse_csr()": "the emulated device has no sparse kernels",
+}
+
+
+def cannot_run(block, device):
+    """Why a program does not run on a device, or None."""
+    return next((why for word, why in NOT_EMULATED.items() if device == "emulated" and word in block.text), None)
+
+
+def pytest_generate_tests(metafunc):
+    """Each page on the CPU and on the emulated device; or with ``--device`` on that one."""
+    if metafunc.function is not test_code_runs_as_printed:
+        return
+    cases, chosen = [], metafunc.config.getoption("--device")
+    for page in PAGES:
+        for device in ("cpu", "emulated") if chosen == "cpu" and page.ranks else (chosen,):
+            marks = [pytest.mark.slow] if device == "emulated" and page.name not in FIRST_HOUR else []
+            if page.programs:
+                cases.append(pytest.param(page, device, marks=marks, id=f"{page}-{device}"))
+    metafunc.parametrize("page, device_of_ranks", cases, indirect=["device_of_ranks"])
+
+
+def test_code_runs_as_printed(page, device_of_ranks, tmp_path):
+    left_out = {block: why for block, _ in page.programs if (why := cannot_run(block, device_of_ranks))}
+    for block, why in left_out.items():
+        print(f"not on the {device_of_ranks} device: {page}:{block.line}: {why}")
+    programs = [program for program in page.programs if program[0] not in left_out]
+    if not programs:
+        pytest.skip("; ".join(left_out.values()))
     if page.ranks:
-        first, *others = run_distributed(run_on_this_rank, page.ranks, page, str(tmp_path), timeout=300)
+        lines = [block.line for block, _ in programs]
+        first, *others = run_distributed(run_on_this_rank, page.ranks, page, str(tmp_path), lines, timeout=300)
     else:
         first, others = run_on_this_rank(page, str(tmp_path)), []
-    for i, (block, shown) in enumerate(page.programs):
+    for i, (block, shown) in enumerate(programs):
         printed, error = first[i]
         where = f"{page}:{block.line}"
         if shown is not None:

@@ -49,10 +49,10 @@ def refuse(args: argparse.Namespace, error: ValueError) -> NoReturn:
 
 def start(args: argparse.Namespace, minutes: int = 10) -> torch.device:
     """The device of this process, and, under torchrun, the process group, whose ranks wait so long for each other."""
-    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    device = torch.device(args.device or accelerator or "cpu")
+    from shardtensor import parallel  # here: --help does not wait for it
+
+    device = parallel.device(args.device)
     if device.type != "cpu":
-        torch.accelerator.set_device_index(int(os.environ.get("LOCAL_RANK", 0)))
         torch.backends.cudnn.allow_tf32 = False  # float32 that means it; --check could not tell an error from rounding
     if args.sharded:
         dist.init_process_group(dist.get_default_backend_for_device(device), timeout=timedelta(minutes=minutes))

@@ -27,8 +27,8 @@ def device(type: str | None = None) -> torch.device:
     """The device of this process, which is made the current one.
 
     On a host with accelerators it is the one that ``LOCAL_RANK`` numbers, as torchrun sets it, or the only one that
-    this process sees (Slurm's ``--gpus-per-task=1``). Elsewhere it is the CPU. Call it before ``init_device_mesh``,
-    which would call ``set_device(LOCAL_RANK)`` also where there is one device.
+    this process sees (Slurm's ``--gpus-per-task=1``); without ``LOCAL_RANK`` it is the current one. Elsewhere it is the
+    CPU. Call it before ``init_device_mesh``, which calls ``set_device(LOCAL_RANK)`` also where there is one device.
 
     Args:
         type: ``"cpu"`` to stay on the CPU, or the type of an accelerator. Default: the accelerator that
@@ -48,8 +48,8 @@ def device(type: str | None = None) -> torch.device:
         return torch.device("cpu")
     if found is None or type not in (None, found.type):
         raise RuntimeError(f"this process sees no device of type {type!r}: torch finds {found or 'no accelerator'}")
-    count, local_rank = torch.accelerator.device_count(), int(os.environ.get("LOCAL_RANK", 0))
-    index = 0 if count == 1 else local_rank
+    count, local_rank = torch.accelerator.device_count(), os.environ.get("LOCAL_RANK")
+    index = 0 if count == 1 else torch.accelerator.current_device_index() if local_rank is None else int(local_rank)
     if index >= count:
         raise RuntimeError(
             f"LOCAL_RANK={local_rank}, but this process sees {count} devices of type {found.type!r}: start at most "
