@@ -6,8 +6,10 @@ import contextlib
 import os
 import re
 import signal
+import socket
 import time
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import rank_programs
@@ -19,6 +21,7 @@ from torch.distributed.tensor import Shard
 from torch.utils.checkpoint import checkpoint
 
 from shardtensor._compat.c10d import default_store
+from shardtensor.ranks import failures
 from shardtensor.ranks.waiting import LOOKING
 from shardtensor.testing import run_distributed, run_expecting_errors, shard, shared_mesh
 
@@ -94,6 +97,23 @@ def test_a_step_that_one_rank_leaves_out_is_named_on_both():
             r"the ranks have not done the same .*number \d+ was .* on rank 0, from_local of .* on rank 1", output
         ), output
         assert "step 1:" in output and "step 3:" not in output
+
+
+def without_store(local_rank, local_size):
+    """What this rank says where the store does not answer, as far as torchrun has told it of its host."""
+    told = {"LOCAL_RANK": str(local_rank[dist.get_rank()]), "LOCAL_WORLD_SIZE": str(local_size[dist.get_rank()])}
+    failures.watch()
+    with mock.patch.dict(os.environ, told), mock.patch.object(failures, "_ask", lambda question: False):
+        return str(failures.lost(dist.group.WORLD, RuntimeError("Timed out")))
+
+
+def test_without_the_store_a_rank_knows_which_ranks_are_on_its_host():
+    first, second, third = run_distributed(without_store, 3, (0, 1, 0), (2, 2, 1))
+    for error in (first, second):
+        assert f"; this host, {socket.gethostname()}, has ranks 0, 1; nothing can be heard of rank 2, on" in error
+    assert f"; this host, {socket.gethostname()}, has rank 2; nothing can be heard of ranks 0, 1, on" in third
+    for error in run_distributed(without_store, 3, (0, 1, 0), ("", "", "")):
+        assert "has gone or is cut off. The process group cannot be used" in error
 
 
 # -- what is no failure ------------------------------------------------------------------------------------------------

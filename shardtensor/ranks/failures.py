@@ -4,7 +4,9 @@
 until a timeout; the peers of these learn it from them. None of it names a rank. So each rank that fails says so in the
 store by which the ranks found each other (torchrun's, which outlives its ranks; or that of rank 0): where it was, what
 it waited for, what it raised. A rank whose communication fails looks there for some seconds. Those that have said
-nothing are the ones that were killed, hang, or are out of reach.
+nothing are the ones that were killed, hang, or are out of reach. Where the store itself is on a host that is out of
+reach, nothing is heard of any rank; but who started the ranks has told each how many there are on its host. These have
+consecutive numbers, so that a rank can say which ones are elsewhere.
 
 A rank that raises inside of an operator, and whose program goes on, leaves the others waiting in that operator. Who
 waits for longer than a second looks into the store now and then; where a rank has raised in the very operator, after as
@@ -30,6 +32,7 @@ import atexit
 import json
 import logging
 import os
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -47,7 +50,7 @@ from .._compat.terminate import before_termination, stop_thread
 from ..errors import LostRankError, RanksDiffer, ThreadConflict
 from . import blocked
 from .callers import called_from, raised_at
-from .history import as_text, at_conflict, at_first, before_each, counts, here, known_difference, last_entry
+from .history import as_text, at_conflict, at_first, before_each, counts, here, known_difference, last_entry, named
 
 GRACE = 3.0  # seconds, for others to say that they have failed as well
 _HELD = 10.0  # seconds, for a program to wait for a ShardTensor's communication, see [Note: sizes]
@@ -319,11 +322,25 @@ def lost(group: dist.ProcessGroup, error: RuntimeError, where: str = "") -> Lost
             "the store by which the ranks found each other does not answer: its host, rank 0's or that of who started "
             "the ranks, has gone or is cut off"
         )
+        parts += _by_host(dist.get_process_group_ranks(group), silent)
     elif silent:
-        has, it = ("ranks {} have", "they were") if len(silent) > 1 else ("rank {} has", "it was")
-        named = has.format(", ".join(map(str, silent)))
-        parts.append(f"{named} said nothing: {it} killed, frozen, busy elsewhere, or cut off")
+        has, it = ("have", "they were") if len(silent) > 1 else ("has", "it was")
+        parts.append(f"{named(silent)} {has} said nothing: {it} killed, frozen, busy elsewhere, or cut off")
     return _error(where, "; ".join(parts), _first_line(error))
+
+
+def _by_host(ranks: Sequence[int], silent: Sequence[int]) -> list[str]:
+    """Which of the ranks are on this host, and which of the silent ones on others; nothing where that is not known."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    told = [os.environ.get(name, "") for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")]
+    if told[:2] != [str(rank), str(size)] or not all(map(str.isdecimal, told)):
+        return []
+    first = rank - int(told[2])
+    near = range(first, first + int(told[3]))
+    parts = [f"this host, {socket.gethostname()}, has {named([rank for rank in ranks if rank in near])}"]
+    if far := [rank for rank in silent if rank not in near]:
+        parts.append(f"nothing can be heard of {named(far)}, on other hosts")
+    return parts
 
 
 def _in_words(said: dict[str, Any]) -> str:

@@ -389,9 +389,12 @@ def by_rank(texts: Mapping[int, str]) -> str:
     having: dict[str, list[int]] = {}
     for rank, text in texts.items():
         having.setdefault(text, []).append(rank)
-    return ", ".join(
-        f"{text} on rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}" for text, ranks in having.items()
-    )
+    return ", ".join(f"{text} on {named(ranks)}" for text, ranks in having.items())
+
+
+def named(ranks: Sequence[int]) -> str:
+    """The ranks, as in "ranks 0, 1"."""
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
 
 
 # -- threads ----------------------------------------------------------------------------------------------------------
