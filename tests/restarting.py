@@ -1,6 +1,7 @@
 """A training program that saves and resumes: ``torchrun ... restarting.py FOLDER HOW``.
 
-HOW: "whole", or "killed": rank 1 kills itself at step 5, once. Rank 0 prints every loss.
+HOW: "whole", or "killed": the last rank kills itself at step 5, once; or "stopped", which nobody is told. Rank 0 prints
+every loss.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from shardtensor import scatter_tensor
 from shardtensor.checkpoint import CheckpointReader, CheckpointWriter, latest
 
 STEPS, EVERY, KILLED_AT = 8, 2, 5
+SIGNALS = {"killed": signal.SIGKILL, "stopped": signal.SIGSTOP}
 
 
 def main(folder: Path, how: str) -> None:
@@ -36,9 +38,10 @@ def main(folder: Path, how: str) -> None:
     optimizer = torch.optim.Adam(net.parameters(), lr=0.01)
     first = resume(folder, net, optimizer)
     for step in range(first, STEPS):
-        if how == "killed" and step == KILLED_AT and dist.get_rank() == 1 and not (folder / "killed").exists():
-            (folder / "killed").touch()
-            os.kill(os.getpid(), signal.SIGKILL)
+        is_last = dist.get_rank() == dist.get_world_size() - 1
+        if how in SIGNALS and step == KILLED_AT and is_last and not (folder / how).exists():
+            (folder / how).touch()
+            os.kill(os.getpid(), SIGNALS[how])
         generator = seeded(step)
         image = torch.randn(1, 2, 13, 8, generator=generator) if dist.get_rank() == 0 else None
         x = scatter_tensor(image, mesh, (Shard(2),))
