@@ -1,8 +1,8 @@
 """A CUDA device for tests where there is none: torch's CPU kernels behind device type ``cuda``, NCCL's rules over gloo.
 
-``device.emulated``, imported before torch in a process of its own, has torch find eight CUDA devices; ``device.build``
-compiles what it needs, ``device.contracts`` says what CUDA's kernels demand of their arguments. pytest's
-``--device emulated`` runs the suite on it.
+``device.emulated``, imported before torch in a process of its own, has torch find eight CUDA devices, or as many as
+``CUDA_VISIBLE_DEVICES`` lists; ``device.build`` compiles what it needs, ``device.contracts`` says what CUDA's kernels
+demand of their arguments. pytest's ``--device emulated`` runs the suite on it.
 
 What it shows: mixtures of devices; host synchronizations and copies, each with its line; kernels of several streams
 that are not ordered; results of communication, and host memory, that are used before they are there; calls that differ

@@ -31,6 +31,7 @@
 #include <torch/library.h>
 
 #include <array>
+#include <cstdlib>
 #include <cstring>
 #include <deque>
 #include <map>
@@ -48,6 +49,15 @@ using c10::DispatchKey;
 using c10::DispatchKeySet;
 
 constexpr int DEVICES = 8;
+
+// How many of them this process sees: all, or as many as CUDA_VISIBLE_DEVICES lists.
+static int visible() {
+  static const int found = [] {
+    const char* list = std::getenv("CUDA_VISIBLE_DEVICES");
+    return list ? static_cast<int>(std::count(list, list + std::strlen(list), ',')) + 1 : DEVICES;
+  }();
+  return found;
+}
 static thread_local DeviceIndex current_device = 0;
 static thread_local std::array<c10::StreamId, DEVICES> current_streams{};
 
@@ -302,6 +312,11 @@ struct Event {
 static std::atomic<int64_t> next_stream{1};
 static bool capturing_now();
 
+static void set_current(DeviceIndex d) {
+  TORCH_CHECK(d < visible(), "CUDA error: invalid device ordinal");
+  if (d >= 0) current_device = d;
+}
+
 struct Guard final : c10::impl::DeviceGuardImplInterface {
   DeviceType type() const override { return kCUDA; }
   Device exchangeDevice(Device d) const override {
@@ -310,7 +325,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     return before;
   }
   Device getDevice() const override { return Device(kCUDA, current_device); }
-  void setDevice(Device d) const override { if (d.index() >= 0) current_device = d.index(); }
+  void setDevice(Device d) const override { set_current(d.index()); }
   void uncheckedSetDevice(Device d) const noexcept override { if (d.index() >= 0) current_device = d.index(); }
   Stream getStream(Device d) const override { return Stream(Stream::UNSAFE, Device(kCUDA, index_of(d)), current_streams[index_of(d)]); }
   Stream getDefaultStream(Device d) const override { return Stream(Stream::DEFAULT, Device(kCUDA, index_of(d))); }
@@ -342,7 +357,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     host_waits(clock);
     return true;
   }
-  DeviceIndex deviceCount() const noexcept override { return DEVICES; }
+  DeviceIndex deviceCount() const noexcept override { return visible(); }
   bool isStreamCapturing(const Stream&) const { return capturing_now(); }  // no method of torch's before 2.13
   void synchronizeStream(const Stream& s) const override { host_synchronizes_stream(key(s.device_index(), s.id()), "stream.synchronize"); }
   void synchronizeEvent(void* event) const override { if (event) host_synchronizes(static_cast<Event*>(event)->clock, "event.synchronize"); }
@@ -406,11 +421,11 @@ struct Hooks : at::CUDAHooksInterface {
   bool isAvailable() const override { return true; }
   bool hasCUDA() const override { return true; }
   bool hasPrimaryContext(DeviceIndex) const override { return true; }
-  DeviceIndex deviceCount() const override { return DEVICES; }
-  int getNumGPUs() const override { return DEVICES; }
+  DeviceIndex deviceCount() const override { return visible(); }
+  int getNumGPUs() const override { return visible(); }
   DeviceIndex current_device() const override { return emulated::current_device; }
   DeviceIndex getCurrentDevice() const override { return emulated::current_device; }
-  void setCurrentDevice(DeviceIndex d) const override { emulated::current_device = d; }
+  void setCurrentDevice(DeviceIndex d) const override { set_current(d); }
   DeviceIndex exchangeDevice(DeviceIndex d) const override {
     auto before = emulated::current_device;
     if (d >= 0) emulated::current_device = d;
@@ -1263,12 +1278,9 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def("_set_default_timeout", &Nccl::setTimeout)
       .def("abort", &Nccl::abort)
       .def("shutdown", &Nccl::shutdown);
-  m.def("device_count", [] { return DEVICES; });
+  m.def("device_count", &visible);
   m.def("current_device", [] { return static_cast<int>(current_device); });
-  m.def("set_device", [](int d) {
-    TORCH_CHECK(d >= 0 && d < DEVICES, "CUDA error: invalid device ordinal");
-    current_device = static_cast<DeviceIndex>(d);
-  });
+  m.def("set_device", [](int d) { set_current(static_cast<DeviceIndex>(d)); });
   m.def("current_stream", [](int d) { return current_streams[d]; });
   m.def("set_stream", [](int d, int64_t id) { current_streams[d] = id; });
   m.def("synchronize", [](int d) { synchronize_device(static_cast<DeviceIndex>(d)); });

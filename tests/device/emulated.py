@@ -95,11 +95,17 @@ def _exchange(index):
     return before
 
 
+def _set_device(index):
+    cuda._lazy_init()
+    C.set_device(index)
+
+
 _CUDA_TYPE = 1
 for _name, _function in {
     "_cuda_getDeviceCount": C.device_count,
     "_cuda_getDevice": C.current_device,
-    "_cuda_setDevice": C.set_device,
+    "_cuda_init": lambda: None,
+    "_cuda_setDevice": _set_device,
     "_cuda_getCurrentStream": lambda index: (C.current_stream(index), index, _CUDA_TYPE),
     "_cuda_getDefaultStream": lambda index: (0, index, _CUDA_TYPE),
     "_cuda_getCurrentRawStream": C.current_stream,
@@ -131,7 +137,7 @@ for _module in (cuda, cuda.streams, cuda.graphs):
     for _class in (Stream, Event, CUDAGraph):
         if hasattr(_module, _class.__name__):
             setattr(_module, _class.__name__, _class)
-cuda._initialized = True
+cuda._cudart = C  # there is one
 cuda.default_generators = tuple(C.default_generator(i) for i in range(C.device_count()))
 cuda._is_compiled = lambda: True
 cuda._is_in_bad_fork = lambda: False
