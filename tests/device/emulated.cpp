@@ -153,6 +153,22 @@ static int64_t launch(StreamKey stream) {
   return ++streams[stream].now;
 }
 
+// ---- CUDA graphs -----------------------------------------------------------------------------------------------------
+// While a graph is captured, kernels on its streams leave memory as it was, and NaN in what they return; a replay runs them. Its
+// streams are the one on which the capture began, and those that wait for events of such streams. What was allocated for it is its
+// own until it ends; of other memory it has the address, and whoever has it must keep it.
+struct Memory;
+struct Graph {
+  std::vector<std::function<void()>> nodes;
+  StreamKey origin = 0;
+  std::unordered_set<StreamKey> streams;
+  std::vector<Memory*> freed;  // by the program, but not by the graph
+  void clear();
+  ~Graph() { clear(); }
+};
+static std::shared_ptr<Graph> capturing;
+static bool captures(StreamKey stream) { return capturing && capturing->streams.count(stream); }
+
 // ---- memory ----------------------------------------------------------------------------------------------------------
 static std::atomic<int64_t> live_bytes{0}, peak_bytes{0};
 struct Memory {  // the context of a device tensor's DataPtr
@@ -162,14 +178,17 @@ struct Memory {  // the context of a device tensor's DataPtr
   StreamKey home;                    // the stream that it was allocated on, to whose later kernels it goes when it is freed
   std::vector<Access> accesses;
   std::unordered_set<StreamKey> recorded;  // record_stream
+  std::weak_ptr<Graph> graph;              // in whose memory it is
 
   Memory(void* data, size_t bytes, std::optional<c10::Storage> held, DeviceIndex device)
       : data(data), bytes(bytes), held(std::move(held)), home(current_stream(device)) {
+    if (captures(home)) graph = capturing;
     int64_t now = (live_bytes += static_cast<int64_t>(bytes)), peak = peak_bytes.load();
     while (now > peak && !peak_bytes.compare_exchange_weak(peak, now)) {}
   }
   static void free(void* context) {
     auto* memory = static_cast<Memory*>(context);
+    if (auto owner = memory->graph.lock()) return owner->freed.push_back(memory);
     {
       std::lock_guard<std::mutex> guard(order_mutex);
       for (auto& a : memory->accesses)
@@ -187,9 +206,18 @@ struct Memory {  // the context of a device tensor's DataPtr
     delete memory;
   }
 };
+static void leave(void*) {}  // to its owner
 static Memory* memory_of(const c10::Storage& storage) {
   auto& pointer = storage.data_ptr();
-  return pointer.get_deleter() == &Memory::free ? static_cast<Memory*>(pointer.get_context()) : nullptr;
+  bool is_ours = pointer.get_deleter() == &Memory::free || pointer.get_deleter() == &leave;
+  return is_ours ? static_cast<Memory*>(pointer.get_context()) : nullptr;
+}
+void Graph::clear() {
+  nodes.clear();
+  for (auto* memory : std::exchange(freed, {})) {
+    memory->graph.reset();
+    Memory::free(memory);
+  }
 }
 
 // Raises where `stream` touches memory that it has not waited for, and remembers what it does.
@@ -308,9 +336,10 @@ static void synchronize_device(DeviceIndex device) {
 
 struct Event {
   Clock clock;
+  std::shared_ptr<Graph> graph;  // in whose capture it was recorded
 };
 static std::atomic<int64_t> next_stream{1};
-static bool capturing_now();
+static bool capturing_now() { return captures(current_stream(current_device)); }
 
 static void set_current(DeviceIndex d) {
   TORCH_CHECK(d < visible(), "CUDA error: invalid device ordinal");
@@ -340,12 +369,20 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   void record(void** event, const Stream& s, DeviceIndex, c10::EventFlag) const override {
     if (!*event) *event = new Event;
     std::lock_guard<std::mutex> guard(order_mutex);
-    static_cast<Event*>(*event)->clock = clock_of(key(s.device_index(), s.id()));
+    auto stream = key(s.device_index(), s.id());
+    static_cast<Event*>(*event)->clock = clock_of(stream);
+    static_cast<Event*>(*event)->graph = captures(stream) ? capturing : nullptr;
   }
   void block(void* event, const Stream& s) const override {
     if (!event) return;
     std::lock_guard<std::mutex> guard(order_mutex);
-    join(streams[key(s.device_index(), s.id())].seen, static_cast<Event*>(event)->clock);
+    auto stream = key(s.device_index(), s.id());
+    auto& graph = static_cast<Event*>(event)->graph;
+    TORCH_CHECK(graph || !captures(stream), "CUDA error: dependency created on uncaptured work in another stream");
+    TORCH_CHECK(!graph || graph == capturing, "CUDA error: operation not permitted on an event last recorded in a capturing stream");
+    TORCH_CHECK(!graph || s.id(), "CUDA error: operation would make the legacy stream depend on a capturing blocking stream");
+    if (graph) graph->streams.insert(stream);
+    join(streams[stream].seen, static_cast<Event*>(event)->clock);
   }
   bool queryEvent(void* event) const override {
     if (event) host_waits(static_cast<Event*>(event)->clock);
@@ -449,13 +486,6 @@ C10_REGISTER_TYPED_CLASS(CUDAHooksRegistry, "CUDAHooks", Hooks)
 }
 namespace emulated {
 
-// ---- CUDA graphs -----------------------------------------------------------------------------------------------------
-// While a graph is captured, kernels leave memory as it was, and NaN in what they return; a replay runs them.
-struct Graph {
-  std::vector<std::function<void()>> nodes;
-};
-static std::shared_ptr<Graph> capturing;
-static bool capturing_now() { return capturing != nullptr; }
 static void refuse_in_capture(const std::string& what) {
   TORCH_CHECK(!capturing, "CUDA error: operation not permitted when stream is capturing (", what, ")");
 }
@@ -584,6 +614,44 @@ static void check_devices(const std::string& name, const c10::Argument& argument
   });
 }
 
+// A tensor of a node, by its memory's address: the program may give its storage other memory.
+struct Kept {
+  at::Tensor tensor;
+  std::optional<c10::weak_intrusive_ptr<c10::StorageImpl>> others;
+  explicit Kept(const at::Tensor& t) : tensor(t) {
+    auto* memory = t.defined() && t.is_cuda() && t.layout() == kStrided && !t._is_zerotensor() ? memory_of(t.storage()) : nullptr;
+    if (!memory) return;
+    if (memory->graph.lock() != capturing) others.emplace(c10::Storage(t.storage()).getWeakStorageImpl());
+    c10::DataPtr address(memory->data, memory, &leave, t.device());
+    c10::Storage storage(c10::Storage::use_byte_size_t{}, t.storage().nbytes(), std::move(address), &device_allocator, true);
+    tensor = at::detail::make_tensor<c10::TensorImpl>(std::move(storage), DispatchKeySet(DispatchKey::CUDA), t.dtype());
+    tensor.unsafeGetTensorImpl()->set_sizes_and_strides(t.sizes(), t.strides(), t.storage_offset());
+    tensor._set_conj(t.is_conj());
+    tensor._set_neg(t.is_neg());
+  }
+  at::Tensor get(const std::string& name) const {
+    if (!others) return tensor;
+    auto storage = others->lock();
+    TORCH_CHECK(storage && storage->data() == tensor.storage().data(), name,
+                " in a graph uses memory that was allocated outside of the capture, and has been freed");
+    return tensor;
+  }
+};
+static at::Tensor in_graph(const at::Tensor& t) { return captures(current_stream(t.device().index())) ? Kept(t).tensor : t; }
+template <class I>
+static torch::jit::Stack without_tensors(I begin, I end, std::vector<Kept>& kept) {
+  torch::jit::Stack values;
+  for (; begin != end; ++begin)
+    values.push_back(map_tensors(*begin, [&](const at::Tensor& t) { kept.emplace_back(t); return at::Tensor(); }));
+  return values;
+}
+static torch::jit::Stack with_tensors(const torch::jit::Stack& values, const std::vector<Kept>& kept, const std::string& name) {
+  torch::jit::Stack made;
+  size_t i = 0;
+  for (auto& v : values) made.push_back(map_tensors(v, [&](const at::Tensor&) { return kept[i++].get(name); }));
+  return made;
+}
+
 static void kernel(const c10::OperatorHandle& op, DispatchKeySet keys, torch::jit::Stack* stack) {
   const auto& schema = op.schema();
   const auto& arguments = schema.arguments();
@@ -610,13 +678,14 @@ static void kernel(const c10::OperatorHandle& op, DispatchKeySet keys, torch::ji
   if (synchronizes) host_synchronizes_stream(stream, name);
   count("kernel", name);
 
+  bool captured = captures(stream);
+  std::vector<Kept> operands;
   torch::jit::Stack recorded;
-  if (capturing) recorded.assign(stack->begin() + begin, stack->end());
+  if (captured) recorded = without_tensors(stack->begin() + begin, stack->end(), operands);
   int64_t tick;
   { std::lock_guard<std::mutex> guard(order_mutex); tick = launch(stream); }
   Call call;
   call.device = device;
-  std::vector<std::pair<at::Tensor, at::Tensor>> before;  // of what is written, where a graph is captured
   for (size_t i = 0; i < arguments.size(); i++) {
     auto& v = (*stack)[begin + i];
     const auto& argument = arguments[i];
@@ -632,10 +701,14 @@ static void kernel(const c10::OperatorHandle& op, DispatchKeySet keys, torch::ji
       v = numbers_of(default_generator(device));
     } else if (!v.isNone()) {
       v = map_tensors(v, [&](const at::Tensor& t) { return call.alias(t, is_written); });
-      if (capturing && is_written)
-        for_each_tensor(v, [&](const at::Tensor& a) { if (a.defined()) before.emplace_back(a, a.clone()); });
     }
   }
+  std::vector<std::pair<void*, std::vector<char>>> before;  // all memory, as schemas do not tell of all that is written
+  if (captured)
+    for (auto& [storage, alias] : call.on_cpu) {
+      auto* data = static_cast<char*>(storage->mutable_data());
+      before.emplace_back(data, std::vector<char>(data, data + storage->nbytes()));
+    }
   static const std::unordered_set<std::string> DRAWING = {"aten::native_dropout", "aten::rrelu_with_noise"};
   {
     at::AutoDispatchBelowADInplaceOrView below;
@@ -648,7 +721,7 @@ static void kernel(const c10::OperatorHandle& op, DispatchKeySet keys, torch::ji
     } else {
       op.callBoxed(stack);
     }
-    for (auto& [a, value] : before) a.copy_(value);
+    for (auto& [data, bytes] : before) std::copy(bytes.begin(), bytes.end(), static_cast<char*>(data));
   }
   call.take_resized();
   if (counting) {
@@ -665,26 +738,26 @@ static void kernel(const c10::OperatorHandle& op, DispatchKeySet keys, torch::ji
       if (is_new && t.is_cuda() && !call.origin.count(r.storage().unsafeGetStorageImpl())) {
         if (counting) moved_bytes += t.nbytes();
         touch(t, stream, tick, true, name);
-        if (capturing && r.storage().nbytes()) memset(r.storage().mutable_data(), 0xFF, r.storage().nbytes());
+        if (captured && r.storage().nbytes()) memset(r.storage().mutable_data(), 0xFF, r.storage().nbytes());
       }
       return t;
     });
   }
-  if (capturing) {
-    torch::jit::Stack results(stack->end() - returned, stack->end());
-    capturing->nodes.push_back([op, keys, recorded, results]() {
-      torch::jit::Stack again = recorded;
+  if (captured) {
+    std::vector<Kept> results;
+    without_tensors(stack->end() - returned, stack->end(), results);
+    capturing->nodes.push_back([op, keys, name, recorded, operands, results, returned]() {
+      auto again = with_tensors(recorded, operands, name);
       kernel(op, keys, &again);
-      for (size_t i = 0; i < results.size(); i++) {
-        std::vector<at::Tensor> made, kept;
-        for_each_tensor(again[again.size() - results.size() + i], [&](const at::Tensor& t) { made.push_back(t); });
-        for_each_tensor(results[i], [&](const at::Tensor& t) { kept.push_back(t); });
-        for (size_t j = 0; j < kept.size(); j++) {
-          if (!kept[j].defined() || !kept[j].is_cuda() || kept[j].storage().data() == made[j].storage().data()) continue;
-          Call copy;
-          at::AutoDispatchBelowADInplaceOrView below;
-          copy.alias(kept[j], true).copy_(copy.alias(made[j], false));
-        }
+      std::vector<at::Tensor> made;
+      for (size_t i = again.size() - returned; i < again.size(); i++)
+        for_each_tensor(again[i], [&](const at::Tensor& t) { made.push_back(t); });
+      for (size_t j = 0; j < results.size(); j++) {
+        auto kept = results[j].get(name);
+        if (!kept.defined() || !kept.is_cuda() || kept.storage().data() == made[j].storage().data()) continue;
+        Call copy;
+        at::AutoDispatchBelowADInplaceOrView below;
+        copy.alias(kept, true).copy_(copy.alias(made[j], false));
       }
     });
   }
@@ -728,8 +801,11 @@ static at::Tensor& copy_(at::Tensor& self, const at::Tensor& src, bool non_block
   touch(src, stream, tick, false, "copy_");
   touch(self, stream, tick, true, "copy_");
   if (counting) moved_bytes += static_cast<int64_t>(self.nbytes() + src.nbytes());
-  if (capturing) {
-    capturing->nodes.push_back([self, src, non_blocking]() mutable { copy_(self, src, non_blocking); });
+  if (captures(stream)) {
+    capturing->nodes.push_back([to = Kept(self), from = Kept(src), non_blocking]() {
+      auto written = to.get("copy_");
+      copy_(written, from.get("copy_"), non_blocking);
+    });
     return self;
   }
   Call call;
@@ -965,7 +1041,7 @@ struct Nccl : c10d::Backend {
   // In a graph, a call is a node that starts it anew, and fills what the capture has returned.
   template <class F>
   WorkPtr recorded(const char* name, std::vector<at::Tensor> outputs, F call) {
-    if (!capturing) return call();
+    if (!captures(current_stream(device->index()))) return call();
     auto graph = capturing;
     auto latest = std::make_shared<WorkPtr>();
     graph->nodes.push_back([call, latest]() { *latest = call(); });
@@ -973,12 +1049,14 @@ struct Nccl : c10d::Backend {
     work->graph = graph;
     work->latest = latest;
     for (auto& t : outputs) poison(t);
+    work->outputs = std::move(outputs);
     return work;
   }
   struct CapturedWork : c10d::Work {
     std::shared_ptr<Graph> graph;
     std::shared_ptr<WorkPtr> latest;
     std::string name;
+    std::vector<at::Tensor> outputs;
     CapturedWork(int rank, std::string name) : c10d::Work(rank), name(std::move(name)) {}
     bool isCompleted() override { refuse_in_capture("query of " + name); return true; }
     bool wait(Timeout) override {
@@ -986,11 +1064,17 @@ struct Nccl : c10d::Backend {
       graph->nodes.push_back([work]() { (*work)->wait(); });
       return true;
     }
+    c10::intrusive_ptr<c10::ivalue::Future> getFuture() override {
+      wait(Timeout(0));
+      auto future = c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()));
+      future->markCompleted(c10::IValue(outputs));
+      return future;
+    }
   };
 
   WorkPtr allreduce(std::vector<at::Tensor>& ts, const c10d::AllreduceOptions& o) override {
     TORCH_CHECK(ts.size() == 1, "Expecting one tensor only but got multiple");
-    auto t = ts[0];
+    auto t = in_graph(ts[0]);
     if (t.is_complex()) {
       TORCH_CHECK(o.reduceOp == c10d::ReduceOp::SUM || o.reduceOp == c10d::ReduceOp::AVG, "all_reduce does not support this operation on complex tensors");
       t = at::view_as_real(t);
@@ -1033,7 +1117,7 @@ struct Nccl : c10d::Backend {
     });
   }
   WorkPtr reduce(std::vector<at::Tensor>& ts, const c10d::ReduceOptions& o) override {
-    auto t = ts[0];
+    auto t = in_graph(ts[0]);
     check(t, "reduce");
     return recorded("reduce", {}, [this, t, o]() -> WorkPtr {
       auto work = start(c10d::OpType::REDUCE, "reduce", {t.numel(), dtype(t), o.rootRank});
@@ -1045,7 +1129,7 @@ struct Nccl : c10d::Backend {
     });
   }
   WorkPtr broadcast(std::vector<at::Tensor>& ts, const c10d::BroadcastOptions& o) override {
-    auto t = ts[0];
+    auto t = in_graph(ts[0]);
     check(t, "broadcast");
     return recorded("broadcast", {}, [this, t, root = o.rootRank]() -> WorkPtr {
       auto work = start(c10d::OpType::BROADCAST, "broadcast", {t.numel(), dtype(t), root});
@@ -1064,7 +1148,7 @@ struct Nccl : c10d::Backend {
     check(out, "_allgather_base");
     TORCH_CHECK(in.dtype() == out.dtype(), "output tensor must have the same type as input tensor");
     TORCH_CHECK(in.numel() * getSize() == out.numel(), "output tensor size must be equal to world_size times input tensor size");
-    return recorded("_allgather_base", {out}, [this, out, in]() -> WorkPtr {
+    return recorded("_allgather_base", {out}, [this, out = in_graph(out), in = in_graph(in)]() -> WorkPtr {
       auto work = start(c10d::OpType::_ALLGATHER_BASE, "_allgather_base", {in.numel(), dtype(in)});
       auto sent = on_host(in);
       work->reads(in);
@@ -1103,7 +1187,7 @@ struct Nccl : c10d::Backend {
   WorkPtr _reduce_scatter_base(at::Tensor& out, at::Tensor& in, const c10d::ReduceScatterOptions& o) override {
     check(in, "_reduce_scatter_base");
     check(out, "_reduce_scatter_base");
-    return recorded("_reduce_scatter_base", {out}, [this, out, in, op = o.reduceOp]() -> WorkPtr {
+    return recorded("_reduce_scatter_base", {out}, [this, out = in_graph(out), in = in_graph(in), op = o.reduceOp]() -> WorkPtr {
       auto work = start(c10d::OpType::_REDUCE_SCATTER_BASE, "_reduce_scatter_base", {in.numel(), dtype(in)});
       auto staged = on_host(in);
       work->reads(in);
@@ -1127,7 +1211,7 @@ struct Nccl : c10d::Backend {
       for (auto& rows : splits) rows *= row;
       return splits;
     };
-    return recorded("alltoall_base", {out}, [this, out, in, to_splits = in_bytes(out, out_splits), from_splits = in_bytes(in, in_splits)]() -> WorkPtr {
+    return recorded("alltoall_base", {out}, [this, out = in_graph(out), in = in_graph(in), to_splits = in_bytes(out, out_splits), from_splits = in_bytes(in, in_splits)]() -> WorkPtr {
       auto work = start(c10d::OpType::ALLTOALL_BASE, "alltoall_base", {dtype(in)});
       auto sent = on_host(in);
       work->reads(in);
@@ -1204,7 +1288,8 @@ struct Nccl : c10d::Backend {
       work.parts.push_back(gloo->recv(bytes, peer, 0));
     }
   }
-  WorkPtr message(const at::Tensor& t, int peer, bool sends) {
+  WorkPtr message(const at::Tensor& given, int peer, bool sends) {
+    auto t = in_graph(given);
     const char* name = sends ? "send" : "recv";
     check(t, name);
     TORCH_CHECK(peer != getRank(), "Invalid ", sends ? "destination" : "source", " rank: a rank's own");
@@ -1314,14 +1399,18 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def(py::init<>())
       .def("begin", [](std::shared_ptr<Graph> g) {
         TORCH_CHECK(!capturing, "CUDA error: a graph is being captured already");
-        g->nodes.clear();
+        g->clear();
+        g->origin = current_stream(current_device);
+        g->streams = {g->origin};
         capturing = std::move(g);
       })
-      .def("end", [](const std::shared_ptr<Graph>&) {  // nothing that was captured has run: there is nothing to wait for
+      .def("end", [](const std::shared_ptr<Graph>& g) {  // nothing that was captured has run: there is nothing to wait for
         capturing.reset();
         std::lock_guard<std::mutex> guard(order_mutex);
+        bool joined = std::all_of(g->streams.begin(), g->streams.end(), [&](StreamKey s) { return knows(g->origin, s, streams[s].now); });
         for (auto& [stream, state] : streams) join(host, {{stream, state.now}});
+        TORCH_CHECK(joined, "CUDA error: capturing stream has unjoined work");
       })
       .def("replay", [](const std::shared_ptr<Graph>& g) { for (auto& node : g->nodes) node(); }, py::call_guard<py::gil_scoped_release>())
-      .def("reset", [](const std::shared_ptr<Graph>& g) { g->nodes.clear(); });
+      .def("reset", [](const std::shared_ptr<Graph>& g) { g->clear(); });
 }

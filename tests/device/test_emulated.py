@@ -188,6 +188,57 @@ def test_graphs_are_recorded_and_replayed():
     run_distributed(graphs, 1)
 
 
+def streams_of_graphs():
+    x, side, graph = torch.ones(4), torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    before = torch.cuda.Event()
+    before.record()
+    variance = torch.ones(2)
+    with torch.cuda.graph(graph):
+        inside = torch.cuda.current_stream()
+        side.wait_stream(inside)
+        with torch.cuda.stream(side):  # which the graph has from now on
+            assert torch.cuda.is_current_stream_capturing()
+            y = x * 2
+        inside.wait_stream(side)
+        with torch.cuda.stream(torch.cuda.Stream()):  # which it has not
+            assert not torch.cuda.is_current_stream_capturing()
+        raises("dependency created on uncaptured work", lambda: inside.wait_event(before))
+        after = torch.cuda.Event()
+        after.record()
+        sums = torch.ones(2, 2)  # the kernel writes to what its schema does not tell
+        torch.batch_norm_gather_stats_with_counts(x.view(1, 2, 2), sums, sums, None, variance, 0.1, 1e-5, sums[0])
+    assert variance.tolist() == [1, 1]
+    raises("an event last recorded in a capturing stream", lambda: torch.cuda.current_stream().wait_event(after))
+    graph.replay()
+    assert y.tolist() == [2] * 4 and variance.tolist() != [1, 1]
+
+    def unjoined():
+        with torch.cuda.graph(torch.cuda.CUDAGraph()):
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
+                x * 2
+
+    raises("unjoined work", unjoined)
+
+
+def test_graphs_have_the_streams_that_wait_for_theirs():
+    run_distributed(streams_of_graphs, 1)
+
+
+def memory_of_graphs():
+    x, graph = torch.ones(4), torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = (x * 2) * 2  # the graph keeps what is in between
+    graph.replay()
+    assert y.tolist() == [4] * 4
+    del x
+    raises("memory that was allocated outside of the capture, and has been freed", graph.replay)
+
+
+def test_graphs_do_not_keep_what_they_read():
+    run_distributed(memory_of_graphs, 1)
+
+
 def collectives():
     rank, others = dist.get_rank(), 1 - dist.get_rank()
     x = torch.full((3,), rank + 1.0)
