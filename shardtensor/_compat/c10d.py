@@ -136,6 +136,12 @@ def explain_what_is_gone(error: RuntimeError) -> None:
         ) from error
 
 
+def backend_of(group: dist.ProcessGroup, device: torch.device) -> str:
+    """The name of the backend by which the group's ranks communicate tensors on ``device``."""
+    backends = dict(pair.split(":") for pair in dist.get_backend_config(group).split(","))
+    return backends.get(device.type, "gloo")
+
+
 def is_eager() -> bool:
     """Whether the default process group was made for a device, so that its ranks are connected from the start."""
     return dist.group.WORLD is not None and dist.group.WORLD.bound_device_id is not None
@@ -159,8 +165,7 @@ def make_group(
     if like is not None and is_eager() and like._get_backend(device).supports_splitting:
         group = torchs["split_group"](like, [list(range(like.size()))], **options)
     else:
-        backends = dict(pair.split(":") for pair in dist.get_backend_config(like).split(",")) if like else {}
-        backend = f"{device.type}:{backends.get(device.type, 'gloo')}"
+        backend = f"{device.type}:{backend_of(like, device) if like else 'gloo'}"
         group = torchs["new_group"](list(ranks), backend=backend, use_local_synchronization=True, **options)
     assert group.group_name == name, "this version of torch names groups in another function"
     return group

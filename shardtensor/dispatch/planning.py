@@ -286,6 +286,11 @@ def describe(values: Iterable[Any], key: list[Any], tensors: list[Tensor]) -> li
     return local
 
 
+def kept_plans() -> list[Any]:
+    """All plans that are kept now, for who needs them longer than they are."""
+    return list(_plans.values())
+
+
 def keep_plan(key: Sequence[Any], plan: Any) -> None:
     """Keep a plan, if its key can be hashed; see [Note: plans]."""
     with suppress(TypeError):

@@ -5,6 +5,7 @@ or of torch, so a program may take them one by one.
 """
 
 from ..ranks.equal_values import synchronize
+from .capture import capture
 from .domain_parallel import DomainParallel
 from .prepare import Parallelized, clip_grad_norm_, contribute_gradients, parallelize, tensor_parallel
 from .setup import Parallel, device, init
@@ -13,6 +14,7 @@ __all__ = [
     "DomainParallel",
     "Parallel",
     "Parallelized",
+    "capture",
     "clip_grad_norm_",
     "contribute_gradients",
     "device",
