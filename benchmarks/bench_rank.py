@@ -5,15 +5,18 @@
 One process is rank 3 of 8 in torch's fake process group: it runs all the kernels of its rank, on a shard of full size,
 and nothing is sent. The other side is plain torch with a tensor of the shard's shape, so the quotient is the efficiency
 that is left for communication to reduce. Both are timed in turns, by the host's clock, until the device is done; and
-again as replays of CUDA graphs, which leave the host out. The note says how many kernels one step launches, and what
-torch's profiler adds up as their time. What is received is what the memory held, so the numbers mean nothing.
+again captured by ``shardtensor.parallel.capture``, which leaves the host out. The note says how many kernels one step
+launches, and what torch's profiler adds up as their time. What is received is what the memory held, so the numbers mean
+nothing.
 """
 
 from __future__ import annotations
 
 import sys
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,6 +27,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 
 from shardtensor import ShardTensor
+from shardtensor.parallel import capture
 
 GROUP = "a training step of rank 3 of 8, communication taking no time: how much of plain torch's speed is left"
 RANK, RANKS = 3, 8
@@ -61,8 +65,8 @@ def network(row: Row) -> nn.Module:
     return type(globe())(width=row.width).to(device_type(), row.dtype)
 
 
-def step_of(module: nn.Module, x: Any) -> Run:
-    def step() -> None:
+def step_of(module: nn.Module) -> Callable[[Any], None]:
+    def step(x: Any) -> None:
         for p in module.parameters():
             p.grad = None
         module(x).square().mean().backward()
@@ -70,18 +74,12 @@ def step_of(module: nn.Module, x: Any) -> Run:
     return step
 
 
-def captured(step: Run) -> Run:
-    """Replays of a CUDA graph of the step."""
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(3):
-            step()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        step()
-    return graph.replay
+def captured(step: Callable[[Any], None], x: Any) -> Run:
+    """Calls of the step as a CUDA graph."""
+    run = partial(capture(step, warmup=3), x)
+    for _ in range(4):
+        run()
+    return run
 
 
 def kernels(step: Run) -> tuple[int, float]:
@@ -100,7 +98,8 @@ def measure(mesh: DeviceMesh, row: Row, budget: float) -> dict[str, Any]:
     module, on_device = network(row), device_type() == "cuda"
     local = torch.randn(1, 3, *row.shard, device=device_type(), dtype=row.dtype)
     sharded = ShardTensor.from_local(local, mesh, [Shard(2)], shard_sizes={0: (row.shard[0],) * mesh.size()})
-    runs = {"plain": step_of(module, local), "sharded": step_of(module, sharded)}
+    step, inputs = step_of(module), {"plain": local, "sharded": sharded}
+    runs: dict[str, Run] = {kind: partial(step, x) for kind, x in inputs.items()}
     found: dict[str, Any] = {}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -109,7 +108,7 @@ def measure(mesh: DeviceMesh, row: Row, budget: float) -> dict[str, Any]:
         if on_device:
             found["kernels"] = {kind: kernels(run) for kind, run in runs.items()}
             try:
-                runs |= {f"{kind}, a graph": captured(run) for kind, run in runs.items()}
+                runs |= {f"{kind}, a graph": captured(step, x) for kind, x in inputs.items()}
             except RuntimeError as error:  # the times without graphs are worth having
                 found["not captured"] = str(error).splitlines()[0]
         return found | {"times": interleaved(runs, budget)}
