@@ -123,7 +123,7 @@ print("first:", parallel.device(), init_device_mesh("cuda", (1,)).device_type)
 
 
 def test_a_process_that_sees_one_device_of_four(emulated, tmp_path):
-    """As the fourth task of a node with --gpus-per-task=1: torch's mesh alone takes the device that LOCAL_RANK numbers."""
+    """As the fourth task of a node with --gpus-per-task=1: torch's mesh alone takes the device that LOCAL_RANK says."""
     told = {"LOCAL_RANK": "3", "CUDA_VISIBLE_DEVICES": "3", "RANK": "0", "WORLD_SIZE": "1"}
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))

@@ -4,6 +4,6 @@
 """
 
 from .loader import ShardLoader
-from .slices import SliceDataset, read, write
+from .slices import PendingWrite, SliceDataset, read, write
 
-__all__ = ["ShardLoader", "SliceDataset", "read", "write"]
+__all__ = ["PendingWrite", "ShardLoader", "SliceDataset", "read", "write"]

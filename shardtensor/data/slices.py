@@ -13,8 +13,10 @@ from __future__ import annotations
 import operator
 import os
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any, Protocol
 
 import torch
@@ -29,7 +31,7 @@ from ..dispatch.tensor import ShardTensor, redistribute_to, wrap
 from ..layout.geometry import aligned_sizes, boundaries_of
 from ..layout.placements import AxisLayout, ShardSizes, rank_at
 from ..layout.spec import ShardTensorSpec
-from ..ranks.agreement import Table, check_same, gather_over_mesh, usable_mesh
+from ..ranks.agreement import Table, check_same, gather_over_mesh, is_early, record_over_mesh, usable_mesh
 from .layout import Layout, MakeSpec, MeshlessSpec, make_spec
 
 
@@ -97,13 +99,39 @@ def read(
     return result
 
 
+class PendingWrite:
+    """A :func:`write` that may still be under way."""
+
+    def __init__(self, finish: Callable[[], None], mesh: DeviceMesh) -> None:
+        self._finish, self._mesh = finish, mesh
+
+    def wait(self) -> None:
+        """Return when all ranks have written. Collective over the mesh.
+
+        Raises:
+            RuntimeError: another rank could not write, and raises its own error.
+        """
+        error = None
+        try:
+            self._finish()
+        except Exception as e:
+            error = e
+        rows = gather_over_mesh([error is not None], self._mesh)
+        if error is not None:
+            raise error
+        if failed := [rank_at(self._mesh, at) for at, row in rows.items() if row[0]]:
+            raise RuntimeError(f"ranks {failed} could not write; they raise their own errors")
+
+
 @torch.no_grad()
-def write(array: Any, x: DTensor, *, index: object = ()) -> None:
+def write(array: Any, x: DTensor, *, index: object = (), wait: bool = True) -> PendingWrite | None:
     """Write ``array[index] = x``. Each rank writes its own shard. Collective over the mesh.
 
-    The call returns when all ranks have written. A Partial is reduced first, and one of several copies is written.
-    Two ranks that write to the same chunk (``array.shards`` or ``array.chunks`` of zarr) would lose values. If a
-    boundary of ``x`` lies within a chunk, ``x`` is first redistributed to sizes with boundaries between chunks.
+    The call returns when all ranks have written; with ``wait=False`` when each rank's shard is on its way to the host's
+    memory, from which a thread writes it, one write after the other. A Partial is reduced first, and one of several
+    copies is written. Two ranks that write to the same chunk (``array.shards`` or ``array.chunks`` of zarr) would lose
+    values. If a boundary of ``x`` lies within a chunk, ``x`` is first redistributed to sizes with boundaries between
+    chunks.
 
     Args:
         array: the same on every rank. Several processes must be able to write to it: ``zarr.Array``, or
@@ -112,6 +140,10 @@ def write(array: Any, x: DTensor, *, index: object = ()) -> None:
         x: a ShardTensor or DTensor of the shape of ``array[index]``; its values are converted to the dtype in which
             :func:`read` reads the array. A netCDF4 variable packs them itself.
         index: integers, slices with positive steps and ``...``, as for :func:`read`; the same on every rank.
+        wait: the same on every rank.
+
+    Returns:
+        With ``wait=False`` what all ranks call ``wait()`` of, in the same order: it raises what a write has raised.
 
     Raises:
         ValueError: on every rank: another shape; a sharded dim of which only parts of chunks are written; ranks that
@@ -124,14 +156,19 @@ def write(array: Any, x: DTensor, *, index: object = ()) -> None:
         out = zarr.create_array("rollout.zarr", shape=(steps, 721, 1440), chunks=(1, 103, 1440), dtype="float32")
         for step in range(steps):
             x = model(x)                            # (721, 1440), sharded along latitude
-            write(out, x, index=step)
+            writing = write(out, x, index=step, wait=False)   # while the next step is computed
+        writing.wait()                              # the last one: the others are before it
     """
     x = x if isinstance(x, ShardTensor) else ShardTensor.from_dtensor(x)
     mesh, chosen = x.device_mesh, _chosen(array.shape, index)
     shape = tuple(len(c) for c in chosen if isinstance(c, range))
     lengths = getattr(array, "shards", None) or getattr(array, "chunks", None)
     chunks = _chunks(array, chosen, lengths)
-    check_same("places to write to", [f"{index} of an array {tuple(array.shape)} in chunks {chunks}"], mesh)
+    place = f"{index} of an array {tuple(array.shape)} in chunks {chunks}"
+    if wait or is_early("writes", mesh):
+        check_same("places to write to", [place], mesh)
+    else:  # the host would wait for the device
+        record_over_mesh(f"write to {place}", mesh)
     if shape != tuple(x.shape):
         raise ValueError(f"array[{index}] has shape {shape}, but x has shape {tuple(x.shape)}")
     target = x._spec.for_gradient()
@@ -143,18 +180,40 @@ def write(array: Any, x: DTensor, *, index: object = ()) -> None:
             target = target.with_axes({m: AxisLayout(Shard(d), sizes)})
     x = redistribute_to(x, target)
     first = all(at == 0 for m, at in enumerate(target.coordinate) if m not in target.sharded_dims().values())
-    error = None
-    try:
+    values, ready = _on_host(x.to_local(), copied=not wait)
+
+    def store() -> None:
         dtype = _dtype(array)
         if first and 0 not in target.own_shape:
-            array[_own(chosen, target)] = _converted(x.to_local().cpu(), dtype).numpy()
-    except Exception as e:
-        error = e
-    failed = [rank_at(mesh, at) for at, row in gather_over_mesh([error is not None], mesh).items() if row[0]]
-    if error is not None:
-        raise error
-    if failed:
-        raise RuntimeError(f"ranks {failed} could not write; they raise their own errors")
+            ready()
+            array[_own(chosen, target)] = _converted(values, dtype).numpy()
+
+    pending = PendingWrite(store if wait else _thread().submit(store).result, mesh)
+    if not wait:
+        return pending
+    pending.wait()
+    return None
+
+
+@cache
+def _thread() -> ThreadPoolExecutor:
+    """One that writes: two writes may be to the same chunk, which each of them reads first."""
+    return ThreadPoolExecutor(1, "shardtensor-write")
+
+
+def _on_host(local: Tensor, copied: bool) -> tuple[Tensor, Callable[[], object]]:
+    """A tensor in the host's memory, and what waits until it has the values. The caller does not wait.
+
+    Args:
+        copied: whether it must not change with ``local``.
+    """
+    if local.device.type == "cpu":
+        return local.clone() if copied else local, lambda: None
+    host = torch.empty(local.shape, dtype=local.dtype, device="cpu", pin_memory=True)
+    host.copy_(local, non_blocking=True)
+    event = torch.Event(local.device)
+    event.record()
+    return host, event.synchronize
 
 
 class SliceDataset(Dataset[Any]):

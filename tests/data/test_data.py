@@ -15,6 +15,7 @@ import pickle
 import re
 import subprocess
 import sys
+import threading
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -1213,6 +1214,68 @@ class Full:
     def __setitem__(self, key, value):
         if dist.get_rank() == 1:
             raise OSError(28, "No space left on device")
+
+
+class Slow(Full):
+    """An array that is written to when ``go`` is set, and fails on one rank at the end."""
+
+    def __init__(self):
+        self.shape, self.go, self.order = (4, 6), threading.Event(), []
+        self.stored = np.zeros(self.shape)
+
+    def __getitem__(self, key):
+        return self.stored[key]
+
+    def __setitem__(self, key, value):
+        assert self.go.wait(60)
+        if dist.get_rank() == 1 and key[0] == 3:
+            raise OSError(28, "No space left on device")
+        self.order.append(key[0])
+        self.stored[key] = value
+
+
+def while_it_computes():
+    mesh, rank, array = shared_mesh(2), dist.get_rank(), Slow()
+    x = shard(torch.arange(6.0), mesh, [Shard(0)], {0: (5, 1)})
+    own = slice(0, 5) if rank == 0 else slice(5, 6)
+    pending = []
+    for step in range(4):
+        pending.append(write(array, x, index=step, wait=False))
+        x.mul_(10.0)  # in place: the values of the call are written
+    assert not array.order
+    array.go.set()
+    for writing in pending[:3]:
+        writing.wait()
+    for step in range(3):
+        assert np.array_equal(array.stored[step, own], (np.arange(6.0) * 10.0**step)[own])
+    error, text = (OSError, "No space left") if rank else (RuntimeError, r"ranks \[1\] could not write; they raise")
+    with pytest.raises(error, match=text):
+        pending[3].wait()
+    assert array.order[:3] == [0, 1, 2]
+
+
+@pytest.mark.on_device
+def test_writes_while_the_next_step_is_computed():
+    run_distributed(while_it_computes, 2)
+
+
+def without_waiting_for_the_device():
+    """Later writes, whose places are compared with the next number, cost the host nothing."""
+    from device.emulated import counted
+
+    mesh, array = shared_mesh(2), Slow()
+    array.go.set()
+    x = shard(torch.arange(6.0), mesh, [Shard(0)])
+    for _ in range(16):
+        write(array, x, index=0, wait=False).wait()
+    with counted() as seen:
+        writing = write(array, x, index=1, wait=False)
+    assert not seen.total("sync") and not any("pageable" in name for _, name in seen.events), seen.of("sync")
+    writing.wait()
+
+
+def test_a_write_does_not_wait_for_the_device(emulated):
+    run_distributed(without_waiting_for_the_device, 2)
 
 
 class Packed:
