@@ -838,6 +838,20 @@ static at::Tensor& set_storage(at::Tensor& self, at::Storage source) {
 }
 static void record_stream(at::Tensor& self, at::Stream s) { Guard().recordDataPtrOnStream(self.storage().data_ptr(), s); }
 
+// On CUDA the bias's gradient is a sum beside the kernel (aten/src/ATen/native/Convolution.cpp).
+static void convolution_backward(const c10::OperatorHandle& op, DispatchKeySet keys, torch::jit::Stack* stack) {
+  auto mask = stack->back().toBoolList();
+  const at::Tensor grad = (*stack)[stack->size() - op.schema().arguments().size()].toTensor();
+  const bool of_bias = mask.get(2);
+  if (of_bias) stack->back() = c10::List<bool>({mask.get(0), mask.get(1), false});
+  kernel(op, keys, stack);
+  if (!of_bias) return;
+  std::vector<int64_t> others{0};
+  for (int64_t d = 2; d < grad.dim(); d++) others.push_back(d);
+  at::AutoDispatchBelowADInplaceOrView below;
+  stack->back() = grad.sum(others);
+}
+
 TORCH_LIBRARY_IMPL(_, CUDA, m) { m.fallback(torch::CppFunction::makeFromBoxedFunction<&kernel>()); }
 TORCH_LIBRARY_IMPL(aten, CUDA, m) {
   m.impl("empty.memory_format", &empty);
@@ -865,9 +879,11 @@ TORCH_LIBRARY_IMPL(aten, CUDA, m) {
     m.impl("_use_miopen_ctc_loss", [](const at::Tensor&, const at::Tensor&, c10::IntArrayRef, c10::IntArrayRef, int64_t) { return false; });
   } catch (const c10::Error&) {}
   // CUDA has a kernel of its own for these, where the CPU has several.
-  for (const char* name : {"convolution", "convolution_backward", "_convolution", "native_group_norm", "native_group_norm_backward", "native_layer_norm",
+  m.impl("convolution_backward", torch::CppFunction::makeFromBoxedFunction<&convolution_backward>());
+  for (const char* name : {"convolution", "_convolution", "native_group_norm", "native_group_norm_backward", "native_layer_norm",
                            "native_layer_norm_backward", "grid_sampler_2d", "grid_sampler_3d", "_fft_r2c", "_fft_c2r", "_fft_c2c",
-                           "repeat_interleave.Tensor", "isclose", "_embedding_bag", "linalg_vector_norm", "stack", "cat", "trace", "native_dropout"})
+                           "repeat_interleave.Tensor", "isclose", "_embedding_bag", "linalg_vector_norm", "stack", "cat", "trace", "native_dropout",
+                           "_foreach_copy_"})
     m.impl(name, torch::CppFunction::makeFromBoxedFunction<&kernel>());
 }
 

@@ -218,12 +218,12 @@ def _mm_dtype(a, b, out_dtype):
 
 _kernels = torch.library.Library("aten", "IMPL")
 for _product in ("mm", "bmm"):  # of half precision into float32: kernels that the CPU does not have
-    _kernels.impl(f"{_product}.dtype", _mm_dtype, "CUDA")
+    _kernels.impl(f"{_product}.dtype", _mm_dtype, "CPU")
 for _product in ("addmm", "baddbmm"):
     _kernels.impl(
         f"{_product}.dtype",
         lambda c, a, b, out_dtype, beta=1, alpha=1: beta * c.to(out_dtype) + alpha * _mm_dtype(a, b, out_dtype),
-        "CUDA",
+        "CPU",
     )
 
 
