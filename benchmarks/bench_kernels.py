@@ -25,7 +25,7 @@ from report import Figure, chosen, finish, parser
 from torch import Tensor, nn
 from torch.distributed.tensor import Shard
 
-from shardtensor import ShardTensor, attention_method
+from shardtensor import ShardTensor, attention_method, half_precision
 from shardtensor.testing import count_communication, run_distributed, shared_mesh
 
 GROUP = "kernels beyond the plain operator's, forward and backward, 2 ranks"
@@ -45,6 +45,8 @@ class Row:
         bytes: at most how many times the plain operator's.
         collectives: at most how many, of a network's step.
         dtype: of tensors and parameters.
+        autocast: the dtype of autocast, None for none.
+        half_precision: the setting.
     """
 
     make: Callable[[Sequence[int]], Callable[..., Any]]
@@ -55,6 +57,8 @@ class Row:
     bytes: float | None = None
     collectives: int | None = None
     dtype: torch.dtype = torch.float32
+    autocast: torch.dtype | None = None
+    half_precision: str = "fast"
 
 
 def spectral(shape: Sequence[int]) -> Callable[[Tensor], Tensor]:
@@ -88,7 +92,7 @@ ROWS = {
     "large conv3d 3x3x3": Row(lambda shape: nn.Conv3d(2, 2, 3, padding=1), LARGE_VOLUME, 2, 5, bytes=1.5),
     "large transposed conv2d": Row(lambda shape: nn.ConvTranspose2d(2, 2, 3, 2, 1, 1), LARGE_IMAGE, 2, 5, bytes=1.5),
     "large conv2d 3x3, bfloat16": Row(
-        lambda shape: nn.Conv2d(2, 2, 3, padding=1), LARGE_IMAGE, 2, 12, bytes=1.5, dtype=torch.bfloat16
+        lambda shape: nn.Conv2d(2, 2, 3, padding=1), LARGE_IMAGE, 2, 6, bytes=1.7, dtype=torch.bfloat16
     ),
     "group norm": Row(lambda shape: nn.GroupNorm(2, 8), IMAGE, 2, 7),
     "instance norm": Row(lambda shape: nn.InstanceNorm2d(8, affine=True), IMAGE, 2, 7),
@@ -110,9 +114,14 @@ ROWS = {
 
 def counts(name: str) -> dict[str, Any]:
     """Kernels by name, bytes and collectives of a row, for the plain operator and on shards; on a rank."""
+    return counts_of(ROWS[name])
+
+
+def counts_of(row: Row) -> dict[str, Any]:
+    """The same of any row."""
     from device.emulated import counted
 
-    row, mesh = ROWS[name], shared_mesh(2)
+    mesh = shared_mesh(2)
     device, result = torch.device("cuda", dist.get_rank()), {}
     sizes = {0: (row.shape[row.dim],) * 2}
     for kind in ("plain", "sharded"):
@@ -125,12 +134,19 @@ def counts(name: str) -> dict[str, Any]:
         # As in a network, what goes in is another operator's result: gradients of leaves may be copied once more.
         tensors = [t.requires_grad_().clone() for t in tensors]
         inputs = [*tensors, *(module.parameters() if isinstance(module, nn.Module) else [])]
-        for _ in range(2):
-            y = module(*tensors)
-            grad = y.detach().clone()
-            torch.autograd.grad(y, inputs, grad)
-        with counted() as seen, count_communication() as sent:
-            torch.autograd.grad(module(*tensors), inputs, grad)
+
+        def run(module: Callable[..., Any] = module, tensors: Sequence[Tensor] = tensors) -> Tensor:
+            with torch.autocast("cuda", row.autocast, enabled=row.autocast is not None):
+                y: Tensor = module(*tensors)
+            return y
+
+        with half_precision(row.half_precision):
+            for _ in range(2):
+                y = run()
+                grad = y.detach().clone()
+                torch.autograd.grad(y, inputs, grad)
+            with counted() as seen, count_communication() as sent:
+                torch.autograd.grad(run(), inputs, grad)
         kernels = {name: n for (event, name), n in seen.events.items() if event == "kernel"}
         result[kind] = kernels, seen.bytes, sum(sent.collectives.values())
     return result

@@ -9,7 +9,7 @@ answer_help()  # before torch is imported, see [Note: help]
 
 from . import debug, extend, neighbors, ops  # noqa: F401
 from .communication.exchange import set_transport
-from .context import allow_gather
+from .context import allow_gather, half_precision
 from .dispatch import functions, gradients, uneven, user_strategies  # noqa: F401  # some put their hooks in place
 from .dispatch.patches import install
 from .dispatch.registry import supports
@@ -44,6 +44,7 @@ __all__ = [
     "UnsupportedSharding",
     "allow_gather",
     "attention_method",
+    "half_precision",
     "set_transport",
     "take_turns",
     # graphs; shardtensor.neighbors has searches for neighbours

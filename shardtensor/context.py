@@ -166,3 +166,39 @@ def allow_gather() -> Iterator[None]:
 def gather_allowed() -> bool:
     """Whether the calling code is inside :func:`allow_gather`."""
     return _gather.value
+
+
+_half_precision = Setting("fast")
+
+
+@not_in_graphs("call the compiled function inside of shardtensor.half_precision(); it is compiled anew for that")
+@contextmanager
+def half_precision(name: str) -> Iterator[None]:
+    """Choose how a rank computes its contribution to the gradient of a weight in bfloat16 or float16.
+
+    The ranks' contributions are summed in float32 in any case, and the sum is rounded. All ranks must choose alike. The
+    choice applies to the forward pass of operators in the calling thread, and holds for their backward pass.
+
+    Args:
+        name: "fast" (default): by torch's kernel for the operands' dtype, which computes in float32 and rounds its
+            result. So each contribution is rounded once. "exact": from operands that are converted to float32. So only
+            the sum is rounded, as on one device; bytes and time of these kernels are those of float32. Where a kernel
+            gives float32 at no cost, such as that of linear layers on CUDA, both are exact. See docs/how-it-works.md.
+
+    Raises:
+        ValueError: another name.
+
+    Example:
+        >>> import shardtensor
+        >>> with shardtensor.half_precision("exact"):
+        ...     pass  # loss = model(x).mean()
+    """
+    if name not in ("fast", "exact"):
+        raise ValueError(f"half precision {name!r}: choose 'fast' or 'exact'")
+    with _half_precision.set_to(name):
+        yield
+
+
+def contributions_are_exact() -> bool:
+    """Whether the calling code is inside ``half_precision("exact")``."""
+    return _half_precision.value == "exact"

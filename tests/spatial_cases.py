@@ -16,16 +16,20 @@ from shardtensor.ops.convolution import conv
 from shardtensor.testing import assert_matches_unsharded
 
 # How many times as tall as what is computed once more a shard has to be.
-WAYS = {"at once": 1 << 62, "in two": 0}
+WAYS = {"at once": 1 << 62, "in two": 0, "by owners": 1 << 62}
 
 
 @contextmanager
 def computing(way):
-    """Choose how convolutions compute the gradient of what they read, where both ways are right: see SplitGradient."""
+    """Choose how convolutions compute the gradient of what they read, where all ways are right: see SplitGradient, and
+    OwnersGradient, which is that of half precision.
+    """
     if way not in WAYS:
         yield
         return
-    with mock.patch.object(conv, "worth_splitting", lambda half, device: (WAYS[way], 0)):
+    owners_compute = conv.owners_compute if way != "by owners" else lambda dtype: True
+    split = mock.patch.object(conv, "worth_splitting", lambda device: (WAYS[way], 0))
+    with split, mock.patch.object(conv, "owners_compute", owners_compute):
         caches.forget()
         yield
     caches.forget()

@@ -80,6 +80,7 @@ def every_ingredient():
         "autocast": lambda: torch.autocast(torch.get_default_device().type, dtype=torch.bfloat16),
         "allow_gather": shardtensor.allow_gather,
         "the method of attention": lambda: shardtensor.attention_method("ring"),
+        "half precision": lambda: shardtensor.half_precision("exact"),
     }
     with Declared() as declared:
         for name, call in variants.items():

@@ -215,7 +215,7 @@ def on_several_streams() -> None:
             with on_stream(stream, weight_gradients):
                 with stream:
                     contribution = torch.empty_like(value).copy_(value, non_blocking=True)
-                places.append(bucket.add([contribution]))
+                places.append(bucket.add([contribution], [contribution.dtype]))
         with on_stream(streams[1], weight_gradients) as recorded:
             bucket.send()
         assert set(recorded.values()) == {"second"} and len(recorded) == 2
@@ -241,7 +241,7 @@ def test_buckets_between_accelerators_are_larger(device, contributions):
         megabyte = torch.empty(1 << 18, device=device)
         bucket = weight_gradients._Bucket(mock.Mock(), (0,), megabyte)
         while bucket.room > 0:
-            bucket.add([megabyte])
+            bucket.add([megabyte], [megabyte.dtype])
     assert len(bucket._tensors) == contributions
 
 

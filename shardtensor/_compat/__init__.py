@@ -597,6 +597,33 @@ def no_frames_of(package: str) -> None:
     when_imported("torch._dynamo.trace_rules:SKIP_DIRS", lambda trace_rules: trace_rules.add(package))
 
 
+def cast_each(tensors: list[torch.Tensor], dtypes: Sequence[torch.dtype]) -> list[torch.Tensor]:
+    """Each tensor in its dtype: on CUDA by one kernel for all that are cast, where they have one dtype and get one.
+
+    ``torch._foreach_copy_`` is what FSDP2 copies lists with. CUDA's kernel takes all results for those of the first
+    one's dtype. It is not differentiated here, nor traced.
+    """
+    places, wanted, plain = [], set(), not torch.is_grad_enabled()
+    for i, t in enumerate(tensors):
+        if t.dtype is not dtypes[i]:
+            places.append(i)
+            wanted.add(dtypes[i])
+            plain = plain and type(t) is torch.Tensor
+    if not places:
+        return tensors
+    result, given, made = list(tensors), [], []
+    for i in places:
+        if plain and len(wanted) == 1:
+            given.append(tensors[i])
+            made.append(torch.empty_like(tensors[i], dtype=dtypes[i]))
+            result[i] = made[-1]
+        else:
+            result[i] = tensors[i].to(dtypes[i])
+    if made:
+        torch._foreach_copy_(made, given)
+    return result
+
+
 def not_in_graphs(reason: str) -> Callable[[Function], Function]:
     """Decorator: torch.compile breaks the graph at this function, for this reason.
 

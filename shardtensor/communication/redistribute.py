@@ -15,7 +15,8 @@ that rank's shard, or a Partial of which that is not known.
 [Note: rounded once] One device rounds a sum once. Contributions to a sum or a product in half precision are therefore
 held and sent in float32, and rounded when they have been reduced: contributions that cancel leave no error of their
 own size. So the local tensor of a Partial may be float32 where its dtype is not; what an operator computes in float32
-is rounded by :func:`rounded` where it is no contribution.
+is rounded by :func:`rounded` where it is no contribution. Gradients of weights are another matter, see [Note: rounded
+contributions] in weight_gradients.py.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ was made from; the next call with the same key runs it, and running does nothing
 
 The key holds the function, the specs (shapes, strides, dtypes and shard sizes), shapes, strides, dtypes and devices of
 plain tensors, all other arguments with their types, autocast, the default dtype, deterministic mode, and the settings
-of ``context.py``: :func:`shardtensor.allow_gather`, the method of attention, the state of the registry.
+of ``context.py``: :func:`shardtensor.allow_gather`, the method of attention, half precision, the state of the registry.
 """
 
 from __future__ import annotations
@@ -134,8 +134,12 @@ class Operator:
         if hasattr(plan, "outputs"):
             plan.outputs = disowned(plan.outputs)
         plan.label = label(self.name, getattr(plan, "outputs", None), given)
-        placements = self._sum_gradients(plan, call, named) if declared.parameters else ()
-        contributes = any(p.is_partial() for p in placements)
+        mesh_dims, placements = contributing(call.tensors[declared.tensors[0]]) if declared.parameters else ((), ())
+        contributes = bool(mesh_dims) and any(name in declared.parameters for name in named)
+        plan.decide_precision(plan.device, contributes)
+        if contributes:
+            plan.label += ", half precision exact" if plan.exact else ""
+            self._sum_gradients(plan, call, named, mesh_dims)
         steps: list[tuple[int, Callable[[Any], Any]]] = []
         for i, name in enumerate(declared.names):
             if isinstance(plan, Composed) and name in declared.parameters:
@@ -155,20 +159,17 @@ class Operator:
                 wanted = [*wanted, partial(redistribute_to, target=target)]
             steps += [(i, step) for step in wanted]
         plan.steps = tuple(steps)
-        plan.sums = contributes and any(name in declared.parameters for name in named)
 
-    def _sum_gradients(self, plan: Plan, call: Arguments, named: Mapping[str, Any]) -> Any:
-        """Arrange for the sum of plain parameters' gradients; returns the placements of DTensors' ones."""
+    def _sum_gradients(self, plan: Plan, call: Arguments, named: Mapping[str, Any], mesh_dims: tuple[int, ...]) -> None:
+        """Arrange for the sum of plain parameters' gradients."""
         declared = self._declared
-        mesh_dims, placements = contributing(call.tensors[declared.tensors[0]])
         plain = {n: t for n, t in named.items() if n in declared.parameters and not isinstance(t, DTensor)}
-        if plain and mesh_dims:
-            total = GradientSum(call.mesh, mesh_dims, tuple(name in plain for name in declared.names))
+        if plain:
+            total = GradientSum(call.mesh, mesh_dims, tuple(name in plain for name in declared.names), plan.widens)
             if plan.defers and all(map(takes_gradient_late, plain.values())):
                 plan.deferred = total
             else:
                 plan.total = total
-        return placements
 
 
 def operator(

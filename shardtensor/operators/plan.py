@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.distributed.tensor.placement_types import Placement
 
 from .._compat import AutogradFunction, alias, multithreading_enabled
+from ..context import contributions_are_exact
 from ..dispatch.gradients import not_twice
 from ..dispatch.tensor import ShardTensor, as_gradient, from_part, redistribute_to, to_part, wrap
 from ..errors import UnsupportedSharding
@@ -38,7 +39,9 @@ class Plan:
         deferred: the same sum, if it is computed after the backward pass of the plan (see :attr:`defers`).
         contributed: by position, the placements of gradients of ShardTensors to which each rank contributes, such as
             those of parameters in half precision.
-        sums: whether the gradients of parameters are contributions, which the ranks sum now or later.
+        widens: whether the gradients of parameters are contributions, which the ranks sum now or later, in float32
+            where the parameters are in half precision.
+        exact: whether operands are converted to float32 for that. See :func:`shardtensor.half_precision`.
         name, device: the name of the operator, for errors; the device type of its tensors.
         label: the name, and text that distinguishes this plan from others of the operator, the same on all ranks. See
             history.py.
@@ -60,7 +63,8 @@ class Plan:
     total: GradientSum | None = None
     deferred: GradientSum | None = None
     contributed: Mapping[int, Sequence[Placement]] = {}
-    sums: bool = False
+    widens: bool = False
+    exact: bool = False
     defers: bool = True
     twice: ClassVar[bool] = False
     linear: ClassVar[bool] = False
@@ -97,6 +101,19 @@ class Plan:
     def again(self, *tensors: Any) -> Any:
         """Compute the local result again, for autograd to differentiate. See :attr:`twice`."""
         return self.forward(*tensors)[0]
+
+    def wide_for_free(self, device: str) -> bool:
+        """Whether contributions in float32 cost no more than rounded ones on devices of this type."""
+        return False
+
+    def decide_precision(self, device: str, contributes: bool) -> None:
+        """Decide whether operands are converted to float32.
+
+        Args:
+            contributes: whether gradients of parameters are contributions.
+        """
+        self.exact = contributions_are_exact()
+        self.widens = contributes and (self.exact or self.wide_for_free(device))
 
     def run(self, tensors: Sequence[Any]) -> Any:
         """Return the result as ShardTensors, differentiable. ``tensors`` are redistributed already."""

@@ -2,8 +2,12 @@
 
 A plain weight that meets a sharded input gets, on each rank, only the contribution of that rank's shard. The sum over
 the domain is done here, in the gradient's own way back, so ``.grad`` is plain and complete and optimizers, DDP and
-FSDP see what they see on one device. Plans give contributions to gradients of half precision in float32; autograd
-rounds the sums where it takes them.
+FSDP see what they see on one device.
+
+[Note: rounded contributions] In half precision a rank's contribution is what torch's kernel returns: summed in float32
+and rounded, as the contributions of DDP's ranks are. The sum over ranks is in float32, so contributions are converted,
+and the sums rounded, a bucket at a time. ``half_precision("exact")`` has operands converted instead, so that kernels
+return float32; whether they do is decided by :meth:`Plan.decide_precision`, once for each plan.
 
 [Note: contributions] The gradient of a DTensor that is Replicate on a mesh dim comes back as ``Partial()`` there,
 always, however it was used. Where ranks worked on different shards that is what they have. Where they all did the same
@@ -24,6 +28,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import compress
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -34,7 +39,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from .._compat import AutogradFunction, after_backward, alias, backward_pass, run_last
+from .._compat import AutogradFunction, after_backward, alias, backward_pass, cast_each, run_last
 from .._compat.c10d import group_along
 from ..communication.redistribute import start_sums
 from ..communication.tracing import is_traced
@@ -42,6 +47,7 @@ from ..layout.caches import cached
 from ..layout.placements import wide_dtype
 from ..layout.spec import ShardTensorSpec
 from ..ranks.groups import own_group
+from ..ranks.history import here
 from ..ranks.streams import current_stream, wait_for_streams
 
 # From how many bytes on a bucket is sent. A smaller message takes about as long, on the networks that there are.
@@ -63,11 +69,13 @@ class GradientSum:
     Attributes:
         mesh, mesh_dims: over which it goes.
         needed: for each tensor of the operator, whether its gradient, if there is any, needs it.
+        widens: whether the contributions are in float32 where the tensors are in half precision.
     """
 
     mesh: DeviceMesh
     mesh_dims: tuple[int, ...]
     needed: tuple[bool, ...]
+    widens: bool = False
 
     def complete(self, tensors: Sequence[Any]) -> list[Any]:
         """The operator's tensors with the sum arranged on their gradients' way back."""
@@ -78,9 +86,13 @@ class GradientSum:
 
         Also returned is what takes those gradients as soon as they are known.
         """
-        contribution = Contribution(self.mesh, self.mesh_dims)
+        dtypes: list[torch.dtype | None] = []
+        for t in compress(tensors, self.needed):
+            dtypes.append(None if t is None else t.dtype)
+        contribution = Contribution(self.mesh, self.mesh_dims, dtypes)
         # One of the last in a backward pass, it gives the sums.
-        return _through(self.needed, tensors, contribution.sums, last=True), contribution
+        through = _through(self.needed, tensors, contribution.sums, last=True, widens=self.widens)
+        return through, contribution
 
     def defer_of_autograd(self, tensors: Sequence[Any]) -> list[Any]:
         """The same for what autograd differentiates, by a node that takes the gradients."""
@@ -105,19 +117,25 @@ Back = Callable[[Sequence[Any]], Sequence[Any]]
 
 
 def _through(
-    needed: Sequence[bool], tensors: Sequence[Any], back: Back, values: Sequence[Any] | None = None, last: bool = False
+    needed: Sequence[bool],
+    tensors: Sequence[Any],
+    back: Back,
+    values: Sequence[Any] | None = None,
+    last: bool = False,
+    widens: bool = False,
 ) -> list[Any]:
     """The tensors, of which those that are ``needed`` and get gradients have gone through a node of the graph.
 
     Args:
         values: theirs in the result, which are those of ``tensors`` otherwise, or none of a node that is ``last``.
+        widens: whether the gradients are in float32 where the tensors are in half precision.
     """
     result, chosen = list(tensors if values is None else values), []
     for i, t in enumerate(tensors):
         if needed[i] and t is not None and t.requires_grad:
             chosen.append(i)
     if chosen:
-        made = _Node.apply(back, last, list(map(result.__getitem__, chosen)), *map(tensors.__getitem__, chosen))
+        made = _Node.apply(back, last, widens, list(map(result.__getitem__, chosen)), *map(tensors.__getitem__, chosen))
         for i, t in zip(chosen, made, strict=True):
             result[i] = t
     return result
@@ -127,15 +145,15 @@ class _Node(AutogradFunction):
     """Identity with ``back`` for its backward, which is ``last`` among those that are ready."""
 
     @staticmethod
-    def forward(ctx: Any, back: Back, last: bool, values: Sequence[Tensor], *tensors: Tensor) -> Any:
+    def forward(ctx: Any, back: Back, last: bool, widens: bool, values: Sequence[Tensor], *tensors: Tensor) -> Any:
         ctx.set_materialize_grads(False)
         ctx.back = back
         if last:
             run_last(ctx)
         made = []
         for t in tensors if last else values:
-            dtype = wide_dtype(t.dtype)
-            if last and dtype is not t.dtype:
+            dtype = wide_dtype(t.dtype) if widens else t.dtype
+            if dtype is not t.dtype:
                 # Autograd casts gradients to the dtype of what represents a tensor in the graph: not to a narrow one.
                 made.append(t.new_empty((), dtype=dtype).expand(t.shape))
             else:
@@ -145,7 +163,7 @@ class _Node(AutogradFunction):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        return (None, None, None, *ctx.back(grads))
+        return (None, None, None, None, *ctx.back(grads))
 
 
 def _summing(mesh: DeviceMesh, mesh_dims: Sequence[int]) -> Back:
@@ -160,10 +178,11 @@ def start_sum(
     *,
     overwrite: bool = False,
     apart_on: torch.device | None = None,
+    dtypes: Sequence[torch.dtype] | None = None,
 ) -> Callable[[], list[Tensor | None]]:
     """Each tensor summed over the mesh dims: one all-reduce per mesh dim and dtype for all of them together.
 
-    Half precision is sent in float32, see [Note: rounded once] in redistribute.py.
+    Half precision is summed in float32, see [Note: rounded contributions].
 
     The first is under way when this returns; the function that is returned waits, and gives the sums. Which of the
     tensors are None must be the same on every rank; it follows from the graph, which is.
@@ -171,6 +190,7 @@ def start_sum(
     Args:
         overwrite: the tensors are new ones, which nothing else refers to.
         apart_on: their device, if they go in process groups of their own. See [Note: buckets].
+        dtypes: of the sums, those of the tensors by default.
     """
 
     def start(some: list[Tensor], mesh_dim: int, overwrite: bool) -> Callable[[], list[Tensor]]:
@@ -180,16 +200,28 @@ def start_sum(
         return start_sums(some, group, overwrite=overwrite, via=via)
 
     by_dtype: dict[torch.dtype, tuple[list[int], list[Tensor]]] = {}
+    of_sums: dict[int, torch.dtype] = {}
+    rounded = converts = False
     for i, t in enumerate(tensors):
         if t is not None:
             own = t.dtype
             dtype = wide_dtype(own)
+            of_sums[i] = own if dtypes is None else dtypes[i]
+            rounded = rounded or own is not dtype
+            converts = converts or of_sums[i] is not dtype
             members, some = by_dtype.setdefault(dtype, ([], []))
             members.append(i)
-            some.append(t if own is dtype else t.to(dtype))
+            some.append(t)
     under_way = []
-    for members, some in by_dtype.values():
-        under_way.append((members, start(some, mesh_dims[0], overwrite)))
+    caller = here.operator
+    if rounded and not caller:  # so ranks notice where others do not round
+        here.operator = "sum of rounded contributions"
+    try:
+        for dtype, (members, some) in by_dtype.items():
+            some = cast_each(some, [dtype] * len(some)) if rounded else some
+            under_way.append((members, start(some, mesh_dims[0], overwrite)))
+    finally:
+        here.operator = caller
 
     def finish() -> list[Tensor | None]:
         result, enabled = list(tensors), torch.is_grad_enabled()
@@ -197,9 +229,10 @@ def start_sum(
             totals = pending()
             for m in mesh_dims[1:]:
                 totals = start(totals, m, True)()
+            if converts:
+                totals = cast_each(totals, list(map(of_sums.__getitem__, members)))
             for i, total in zip(members, totals, strict=True):
                 t: Any = tensors[i]
-                total = total if total.dtype is t.dtype else total.to(t.dtype)
                 result[i] = _Total.apply(mesh, mesh_dims, t, total) if enabled and t.requires_grad else total
         return result
 
@@ -231,7 +264,7 @@ class _Total(AutogradFunction):
 class _Bucket:
     """Contributions to gradients, which are summed together."""
 
-    __slots__ = ("_device", "_mesh", "_streams", "_tensors", "finish", "mesh_dims", "room")
+    __slots__ = ("_device", "_dtypes", "_mesh", "_streams", "_tensors", "finish", "mesh_dims", "room")
 
     def __init__(self, mesh: DeviceMesh, mesh_dims: Sequence[int], like: Tensor) -> None:
         self._mesh, self.mesh_dims = mesh, mesh_dims
@@ -239,21 +272,24 @@ class _Bucket:
         self._streams: set[torch.Stream] = set()  # on which something was done with them so far
         self.room = BUCKET_BYTES if like.is_cpu else ACCELERATOR_BUCKET_BYTES  # bytes; it is to be sent without any
         self._tensors: list[Tensor | None] = []
+        self._dtypes: list[torch.dtype] = []  # of their sums
         self.finish: Callable[[], list[Tensor | None]] | None = None  # waits for the sums, while they are on their way
 
-    def add(self, tensors: Sequence[Tensor]) -> range:
-        """Where among the sums those of ``tensors`` will be."""
+    def add(self, tensors: Sequence[Tensor], dtypes: Sequence[torch.dtype]) -> range:
+        """Where among the sums those of ``tensors`` will be, in these dtypes."""
         if self._device is not None:
             self._note_stream(self._device)
         first = len(self._tensors)
         self._tensors += tensors
+        self._dtypes += dtypes
         self.room -= sum(map(attrgetter("nbytes"), tensors))
         return range(first, len(self._tensors))
 
     def send(self) -> None:
         if self._streams:
             wait_for_streams(self._streams, self._tensors)
-        self.finish = start_sum(self._tensors, self._mesh, self.mesh_dims, overwrite=True, apart_on=self._device)
+        options = {"overwrite": True, "apart_on": self._device, "dtypes": self._dtypes}
+        self.finish = start_sum(self._tensors, self._mesh, self.mesh_dims, **options)  # type: ignore[arg-type]
 
     def wait(self) -> None:
         """For the sums; those over further mesh dims are sent here."""
@@ -311,18 +347,23 @@ def _end(number: int) -> None:
 class Contribution:
     """The gradients of one call's parameters: how they get into a bucket and, summed, out of it."""
 
-    __slots__ = ("_bucket", "_mesh", "_mesh_dims", "_number", "_places")
+    __slots__ = ("_bucket", "_dtypes", "_mesh", "_mesh_dims", "_number", "_places")
 
-    def __init__(self, mesh: DeviceMesh, mesh_dims: tuple[int, ...]) -> None:
-        self._mesh, self._mesh_dims, self._number = mesh, mesh_dims, -1
+    def __init__(self, mesh: DeviceMesh, mesh_dims: tuple[int, ...], dtypes: Sequence[torch.dtype | None]) -> None:
+        self._mesh, self._mesh_dims, self._number, self._dtypes = mesh, mesh_dims, -1, dtypes
         self._bucket: _Bucket | None = None
 
-    def add(self, grads: Iterable[Tensor | None]) -> None:
-        """Add what this rank has of them: new tensors, which the operator's backward returns as well."""
-        number, some = backward_pass(), []
-        for grad in grads:
-            if grad is not None:
+    def add(self, grads: Iterable[Tensor | None], dtypes: Sequence[torch.dtype | None] | None = None) -> None:
+        """Add what this rank has of them: new tensors, which the operator's backward returns as well.
+
+        Args:
+            dtypes: of the parameters, where not all of them are among ``grads``.
+        """
+        number, some, of_sums = backward_pass(), [], []
+        for grad, dtype in zip(grads, self._dtypes if dtypes is None else dtypes, strict=True):
+            if grad is not None and dtype is not None:
                 some.append(grad)
+                of_sums.append(dtype)
         if not some or number < 0:
             return
         filling, sent = _passes.get(number) or _begin(number)
@@ -330,7 +371,7 @@ class Contribution:
         bucket = filling.get(key)
         if bucket is None:
             bucket = filling[key] = _Bucket(*key, some[0])
-        self._number, self._bucket, self._places = number, bucket, bucket.add(some)
+        self._number, self._bucket, self._places = number, bucket, bucket.add(some, of_sums)
         if bucket.room <= 0:
             bucket.send()
             sent.append(filling.pop(key))
@@ -342,7 +383,7 @@ class Contribution:
             return start_sum(grads, self._mesh, self._mesh_dims)()
         row_major = torch.contiguous_format
         own = [g if g is None else g.to(wide_dtype(g.dtype), copy=True, memory_format=row_major) for g in grads]
-        self.add(own)
+        self.add(own, [None if g is None else g.dtype for g in grads])
         return own
 
     def note_summed(self) -> None:

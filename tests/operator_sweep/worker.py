@@ -263,10 +263,12 @@ def difference(got: list[Any], expected: list[Any], tolerance: float | None, val
     return None
 
 
+@shardtensor.half_precision("exact")
 def run_operator(name: str, options: Options, folder: str, skip: int, started: int) -> list[Case]:
     """All cases of one operator behind the first ``skip``; on every rank, which all return the same outcomes.
 
-    Each is also written to a file at once, for a parent that has to end this process.
+    In half precision the gradients of weights are the exact ones: the others are less exact than one device's. Each
+    case is also written to a file at once, for a parent that has to end this process.
     """
     warnings.simplefilter("ignore")
     if options.setup is not None:

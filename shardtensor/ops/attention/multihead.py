@@ -134,6 +134,10 @@ class MultiheadPlan(Plan):
         self.biases = given["in_proj_bias"], given["out_proj_bias"]
         self.packed = 3, options["num_heads"], outputs.shape[-1] // options["num_heads"]
 
+    def wide_for_free(self, device: str) -> bool:
+        """As of linear layers."""
+        return device == "cuda"
+
     def again(self, *tensors: Any) -> Tensor:
         return _of_tensors(self.options, self.attention.attend, *tensors)[0]
 
@@ -153,12 +157,12 @@ class MultiheadPlan(Plan):
         query, in_weight, out_weight, q, k, v, *kept = saved
         grad, attended = grads[0].flatten(0, 1), kept[0]
         merged, (in_bias, out_bias) = _merged(attended).flatten(0, 1), self.biases
-        found[7:9] = gradients_of_weights(needed[7:9], grad, merged, out_weight, out_bias, self.sums)
+        found[7:9] = gradients_of_weights(needed[7:9], grad, merged, out_weight, out_bias, self.widens)
         of_attended = torch.mm(grad, cast(out_weight, grad.dtype)).view(*query.shape[:2], *q.shape[1::2])
         given = q, k, v, None, *kept
         of_each = self.attention.backward((True, True, True, False), [of_attended.permute(1, 2, 0, 3)], *given)
         packed = torch.stack([g.permute(2, 0, 1, 3) for g in of_each[:3]], 2).view(grad.shape[0], in_weight.shape[0])  # type: ignore[union-attr]
-        found[3:5] = gradients_of_weights(needed[3:5], packed, query.flatten(0, 1), in_weight, in_bias, self.sums)
+        found[3:5] = gradients_of_weights(needed[3:5], packed, query.flatten(0, 1), in_weight, in_bias, self.widens)
         finish = None if self.total is None else self.total.start(found, overwrite=True)
         of_query = torch.mm(packed, cast(in_weight, packed.dtype)).view(query.shape) if needed[0] else None
         found = found if finish is None else finish()

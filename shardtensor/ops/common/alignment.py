@@ -303,8 +303,8 @@ def replicated(t: Tensor, spec: ShardTensorSpec) -> ShardTensor:
 
 # Contributions of half precision in float32, see [Note: rounded once] in redistribute.py.
 #
-# torch's kernels sum half precision in float32 and round the sum. A rank's contribution must not be rounded yet; so it
-# is computed from operands that are converted to float32, which changes none of their values.
+# torch's kernels sum half precision in float32 and round the sum. What must not be rounded is computed from operands
+# that are converted to float32, which changes none of their values.
 
 ROWS = 4096  # that are converted at a time
 

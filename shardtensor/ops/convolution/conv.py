@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import combinations
 from typing import Any
 
 import torch
@@ -18,6 +17,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from ..._compat import TensorMeta
 from ...communication.halo import Fetch, Narrow
+from ...context import contributions_are_exact
 from ...dispatch.planning import spec_of
 from ...dispatch.registry import register
 from ...dispatch.tensor import as_gradient, wrap
@@ -29,7 +29,7 @@ from ...layout.strides import stride_like
 from ...operators.declaration import Arguments, Composed, Plan, operator
 from ..common.alignment import free_dims, wide_dtype
 from ..common.stencil import per_dim, resized
-from .halo_conv import ConvolutionPlan, LocalConvolution, SplitGradient, Strip
+from .halo_conv import ConvolutionPlan, LocalConvolution, OwnersGradient, SplitGradient, Strip
 
 # -- geometry ----------------------------------------------------------------------------------------------------------
 
@@ -41,18 +41,20 @@ from .halo_conv import ConvolutionPlan, LocalConvolution, SplitGradient, Strip
 Pads = tuple[tuple[int, int], ...]
 
 
-def worth_splitting(half: bool, device: str) -> tuple[int, int]:
+def owners_compute(dtype: torch.dtype) -> bool:
+    """Whether the owners of the inputs compute their gradients: where a sum over ranks would be rounded twice."""
+    return wide_dtype(dtype) != dtype
+
+
+def worth_splitting(device: str) -> tuple[int, int]:
     """From which shards on a rank's gradient is computed in two.
 
-    Smaller ones cost more of the host's time than they save: a kernel for each peer. In half precision the rest is
-    spared the kernel of float32. On the CPU with one thread the two ways take the same time at 2 ** 18 elements, one
-    third less in two at 2 ** 22.
+    Smaller ones cost more of the host's time than they save: a kernel for each peer. On the CPU with one thread the two
+    ways take the same time at 2 ** 18 elements, one third less in two at 2 ** 22.
 
     Returns:
         How many times as many outputs as those that are computed once more a rank is to have, and how many elements.
     """
-    if half:
-        return 2, 1 << 18
     return (32, 1 << 18) if device == "cpu" else (8, 1 << 21)
 
 
@@ -98,13 +100,17 @@ def plan_convolution(
         zeros = local.around(last, held[last], outs[last])
         held[last] = held[last][0] - zeros[0], held[last][1] + zeros[1]
         convolve = local.convolution(held, outs)
-    fetch, split = Fetch.of(spec, needs, zeros), None
-    if len(needs) == 1 and 0 not in out_spec.local_shape():
+    fetch, split, owners = Fetch.of(spec, needs, zeros), None, None
+    if needs and owners_compute(spec.tensor_meta.dtype):
+        owners = owners_gradient(
+            spec, out_spec, {d: windows[d] for d in needs}, local.given, local.convolution, held, outs
+        )
+    elif len(needs) == 1 and 0 not in out_spec.local_shape():
         (d,) = needs
         split = split_gradient(
             spec, fetch, windows[d], outs[d], lambda part, out: local.alone(d, part, out, held, outs)
         )
-    return ConvolutionPlan(out_spec, fetch, convolve, split)
+    return ConvolutionPlan(out_spec, fetch, convolve, split, owners)
 
 
 def output_spec(spec: ShardTensorSpec, shape: Sequence[int], sizes: Mapping[int, tuple[int, ...]]) -> ShardTensorSpec:
@@ -159,21 +165,32 @@ class _Local:
         arguments = self.stride, tuple(padding), self.dilation, False, (0,) * len(padding), self.groups
         return LocalConvolution(shape, arguments, around if any(around) else ())
 
+    def given(self, d: int, part: Interval, out: Interval) -> Interval:
+        """The outputs along ``d`` that the kernel gives of the inputs ``part`` alone, where ``out`` are to be among
+        them: it pads both ends alike, so there are more before these and after them.
+        """
+        window, (before, after) = self.windows[d], self.around(d, part, out)
+        more = max(0, -(before // window.stride), -((before - after) // window.stride))
+        room = length(part) + 2 * (before + more * window.stride) - window.extent
+        return out[0] - more, out[0] - more + room // window.stride + 1
+
     def alone(self, d: int, part: Interval, out: Interval, held: Intervals, outs: Intervals) -> Alone:
         """The call that gives the outputs ``out`` along ``d`` of the inputs ``part`` alone, among zeros."""
         whole = self.windows[d]
         window, taps = whole.between(part, out)
         local = replace(self, windows={**self.windows, d: window})
-        before, after = local.around(d, part, out)
-        # The kernel pads both ends alike: so it gives more outputs, before these and after them.
-        more = max(0, -(before // window.stride), -((before - after) // window.stride))
-        room = length(part) + 2 * (before + more * window.stride) - window.extent
-        rest = room // window.stride + 1 - more - length(out)
-        found = local.convolution({**held, d: part}, {**outs, d: (out[0] - more, out[1] + rest)})
-        crop = [n for dim in reversed([*self.windows]) for n in ((-more, -rest) if dim == d else (0, 0))]
-        shape = *found.out_shape[:d], length(out), *found.out_shape[d + 1 :]
-        found = replace(found, out_shape=shape, crop=tuple(crop) if any(crop) else ())
+        given = local.given(d, part, out)
+        found = cropped(local.convolution({**held, d: part}, {**outs, d: given}), d, given, out)
         return found, None if window.kernel == whole.kernel else (d, taps[0], length(taps))
+
+
+def cropped(convolve: LocalConvolution, d: int, given: Interval, out: Interval) -> LocalConvolution:
+    """The call with only the outputs ``out`` along ``d`` of those that it gives."""
+    shape = *convolve.out_shape[:d], length(out), *convolve.out_shape[d + 1 :]
+    crop, place = [*convolve.crop] or [0] * 2 * (len(shape) - 2), 2 * (len(shape) - 1 - d)
+    crop[place] += given[0] - out[0]
+    crop[place + 1] += out[1] - given[1]
+    return replace(convolve, out_shape=shape, crop=tuple(crop) if any(crop) else ())
 
 
 # A call of the kernel, and which taps of the weight it has, if not all.
@@ -197,20 +214,17 @@ def split_gradient(
     """
     if len(fetch.axes) != 1 or 0 in fetch.shape:
         return None
-    half, device = wide_dtype(spec.tensor_meta.dtype) != spec.tensor_meta.dtype, spec.mesh.device_type
-    if len(fetch.shape) == 5 and device == "cpu" and not half:
+    device = spec.mesh.device_type
+    if len(fetch.shape) == 5 and device == "cpu":
         return None  # torch's kernels for few planes of a volume are ten times slower there
-    share, elements = worth_splitting(half, device)
+    share, elements = worth_splitting(device)
     d, transfers = fetch.axes[0].dim, fetch.axes[0].transfers
     own = transfers.own
     if not transfers.active or not length(own) or intersect(own, transfers.need) != own:
         return None
     received = [part for _, part in transfers.recvs]
-    shared = [part for _, part in transfers.sends] if half else []
-    touched = [length(window.touching(part, out)) for part in (*received, *shared)]
+    touched = [length(window.touching(part, out)) for part in received]
     if share * sum(touched) > length(out) or not all(touched) or math.prod(fetch.shape) < elements:
-        return None
-    if any(length(intersect(one, other)) for one, other in combinations(shared, 2)):
         return None
     shard, taps = alone(own, out)
     if shard.zeros or shard.crop or taps is not None:
@@ -220,8 +234,49 @@ def split_gradient(
         outputs = window.touching(part, out)
         return Strip((d, outputs[0] - out[0], length(outputs)), *alone(part, outputs))
 
-    edges = [((d, part[0] - own[0], length(part)), strip(part)) for part in shared]
-    return SplitGradient(shard, tuple(map(strip, received)), tuple(edges))
+    return SplitGradient(shard, tuple(map(strip, received)))
+
+
+def owners_gradient(
+    spec: ShardTensorSpec,
+    out_spec: ShardTensorSpec,
+    windows: Mapping[int, Window | TransposedWindow],
+    given: Callable[[int, Interval, Interval], Interval],
+    convolution: Callable[[Intervals, Intervals], LocalConvolution],
+    held: Intervals,
+    outs: Intervals,
+) -> OwnersGradient:
+    """How the owners of the inputs compute the gradients.
+
+    Args:
+        spec: of the input.
+        windows: along the sharded dims.
+        given: the outputs along a dim that the kernel gives of some inputs alone, where some outputs are to be among
+            them.
+        convolution: the call of the kernel that gives some outputs of some inputs.
+        held, outs: what this rank reads and computes, also along dims that are not sharded.
+    """
+    held, outs, crops = {**held}, {**outs}, {}
+    reading: dict[int, list[Interval]] = {}
+    sharded = spec.sharded_dims()
+    for d, window in windows.items():
+        m, reading[d] = sharded[d], []
+        of_kernel, parts = [], intervals_of(spec.sizes_along(m))
+        for part, own in zip(parts, intervals_of(out_spec.sizes_along(m)), strict=True):
+            out = window.touching(part, (0, window.outputs)) if length(part) else (0, 0)
+            of_kernel.append(given(d, part, out) if length(out) else (0, 0))
+            # What the kernel gives besides reads no input: zeros will do, or the gradients that a rank has itself.
+            more = intersect(own, of_kernel[-1])
+            reading[d].append((min(out[0], more[0]), max(out[1], more[1])) if length(more) else out)
+        rank = spec.coordinate[m]
+        held[d], outs[d], crops[d] = parts[rank], of_kernel[rank], reading[d][rank]
+    last = [*windows][-1]
+    out = crops.pop(last)  # along the dim that is fetched last such zeros come with what is fetched
+    zeros = (out[0] - outs[last][0], outs[last][1] - out[1]) if length(out) else (0, 0)
+    convolve = convolution(held, outs)
+    for d, out in crops.items():
+        convolve = cropped(convolve, d, outs[d], out) if length(out) else convolve
+    return OwnersGradient(Fetch.of(out_spec, reading, zeros), convolve)
 
 
 def _check(
@@ -424,9 +479,9 @@ def plan_convolution_of_any_dims(
 
 
 @cached(maxsize=1024)
-def _contributing_plan(*args: Any) -> ConvolutionPlan:
-    plan = plan_convolution(*args)
-    plan.sums = True
+def _contributing_plan(exact: bool, spec: ShardTensorSpec, *args: Any) -> ConvolutionPlan:
+    plan = plan_convolution(spec, *args)
+    plan.decide_precision(spec.mesh.device_type, contributes=True)
     return plan
 
 
@@ -462,7 +517,7 @@ def _planned(
     n = weight.ndim - 2
     pads = tuple((p, p) for p in _per_spatial_dim(padding, n, "convolution", "padding"))
     stride, dilation = (_per_spatial_dim(v, n, "convolution", "stride or dilation") for v in (stride, dilation))
-    plan = _contributing_plan(spec, tuple(weight.shape), stride, pads, dilation, groups)
+    plan = _contributing_plan(contributions_are_exact(), spec, tuple(weight.shape), stride, pads, dilation, groups)
     return plan, [t._local_tensor if isinstance(t, DTensor) else t for t in (input, weight, bias)]
 
 
@@ -490,7 +545,8 @@ def _aten_convolution_backward(grad: Any, input: Any, weight: Any, bias_sizes: A
     (plan, (x, w, _)), spec = found, spec_of(input)
     with torch.no_grad():
         local = as_gradient(grad, plan.outputs)._local_tensor
-        gx, gw, gb = plan.backward(output_mask, [local], x, w, *plan.fetch.read(x)[1])
+        halo = plan.fetch.read(x)[1] if plan.owners is None else ()
+        gx, gw, gb = plan.backward(output_mask, [local], x, w, *halo)
     placements = [Partial() if isinstance(p, Shard) else Replicate() for p in spec.placements]
 
     def parameter(g: Tensor | None) -> Any:
@@ -681,8 +737,12 @@ def _plan_transposed(
         arguments = stride, tuple(padding), dilation, True, tuple(extra), groups
         return LocalConvolution(tuple(result), arguments, crop=tuple(crop) if any(crop) else ())
 
-    split, zeros = None, (0, 0)
-    if len(needs) == 1 and 0 not in local_shape:
+    split, owners, zeros = None, None, (0, 0)
+    if needs and owners_compute(spec.tensor_meta.dtype):
+        owners = owners_gradient(
+            spec, out_spec, windows, lambda d, part, out: windows[d].adjoint.reads(part), convolution, held, outs
+        )
+    elif len(needs) == 1 and 0 not in local_shape:
         (d,) = needs
         window, out = windows[d], outs[d]
 
@@ -697,7 +757,7 @@ def _plan_transposed(
             # Such zeros make kernels on the CPU slow in the backward pass, but that has the shard alone here.
             zeros = window.zeros(held[d], out)
             held[d] = held[d][0] - zeros[0], held[d][1] + zeros[1]
-    return ConvolutionPlan(out_spec, Fetch.of(spec, needs, zeros), convolution(held, outs), split)
+    return ConvolutionPlan(out_spec, Fetch.of(spec, needs, zeros), convolution(held, outs), split, owners)
 
 
 for _n in (1, 2, 3):

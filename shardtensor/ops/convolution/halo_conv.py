@@ -10,8 +10,9 @@ would take as much memory again as all shards do.
                                     the kernel's gradients of shard, weight and bias; what is returned is added
 
 Where shards are not tall, they are put together with the halo once more, and the backward pass, too, is one call of the
-kernel: see :class:`SplitGradient`. Which inputs a rank reads, and how the kernel is to pad them, stands in
-``conv.py``.
+kernel: see :class:`SplitGradient`. In half precision a sum of what kernels return is rounded twice, and so a rank
+fetches the gradients of others' outputs instead: see :class:`OwnersGradient`. Which inputs a rank reads, and how the
+kernel is to pad them, stands in ``conv.py``.
 """
 
 from __future__ import annotations
@@ -23,13 +24,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...communication.exchange import Pending
 from ...communication.halo import Fetch, Narrow
 from ...communication.zeros import padded
 from ...layout.spec import ShardTensorSpec
 from ...operators.declaration import Plan
 from ...operators.weight_gradients import GradientSum
-from ..common.alignment import cast, is_half, product, wide_dtype, widened
+from ..common.alignment import is_half, product, widened
 from ..common.stencil import grown
 from .volumes import Gradients, convolution_backward, convolve_volume, volume_backward
 
@@ -134,14 +134,33 @@ class Strip:
     taps: Narrow | None
 
     def gradients(self, needed: Sequence[bool], grad: Tensor, rows: Tensor, weight: Tensor) -> Gradients:
-        """Those of the rows and of the weight's taps, in float32 for half precision.
+        """Those of the rows and of the weight's taps.
 
         Args:
             grad: of all this rank's outputs.
             rows: of any values where the weight's is not needed.
         """
         weight = weight if self.taps is None else weight.narrow(*self.taps)
-        return self.convolve.gradients(needed, *widened(grad.narrow(*self.outputs), rows, weight))
+        return self.convolve.gradients(needed, grad.narrow(*self.outputs), rows, weight)
+
+
+@dataclass(frozen=True, slots=True)
+class OwnersGradient:
+    """The gradients by the rank that owns the inputs, of half precision.
+
+    The gradient of a row that several ranks read is a sum over their outputs. Kernels round what they return to half
+    precision, and so a sum of it over ranks would be rounded once more. So a rank fetches the gradients of all outputs
+    that read its rows, a halo as in the forward pass, and one call of the kernel adds up everything. What it gives for
+    the weight is this rank's contribution just as well: of the pairs of its inputs with all outputs, where other ranks
+    have the other ones. The halo of the forward pass is not needed again.
+
+    Attributes:
+        fetch: of the result's gradient.
+        convolve: the kernel that gives these outputs of the shard alone, among zeros.
+    """
+
+    fetch: Fetch
+    convolve: LocalConvolution
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,18 +169,15 @@ class SplitGradient:
 
     For tall shards. A convolution is linear in what it reads: the weight's gradient is a sum, too, of that of the shard
     among zeros and those of the received rows, which have a few of its taps. So the two are not put together once more,
-    which would copy the shard and take two activations more at a time. And what ranks add up of the input's gradient is
-    to be in float32 for half precision, in which the kernel takes several times as long: here these are a few rows.
+    which would copy the shard and take two activations more at a time.
 
     Attributes:
         shard: the kernel with the shard alone, among zeros.
         halo: what is received from each peer.
-        edges: for half precision, the rows of the shard that each peer reads, none twice, and their places in it.
     """
 
     shard: LocalConvolution
     halo: tuple[Strip, ...]
-    edges: tuple[tuple[Narrow, Strip], ...]
 
     def gradients(
         self,
@@ -175,46 +191,32 @@ class SplitGradient:
     ) -> Gradients:
         """Those of shard, weight and bias, see :meth:`ConvolutionPlan.backward`."""
         need_x, need_w, need_b = needed
-        # All at once where all of it is needed so, as for the weight's gradient; otherwise a few rows are.
-        wide = widened(grad, x, weight) if need_w or need_b else [grad, x, weight]
         pieces: list[Tensor] = []
         parts: list[tuple[Narrow | None, Tensor]] = []
         for strip, rows in zip(self.halo, fetch.received(halo), strict=True):
-            of_rows, of_weight, _ = strip.gradients((need_x, need_w, False), wide[0], rows, wide[2])
+            of_rows, of_weight, _ = strip.gradients((need_x, need_w, False), grad, rows, weight)
             pieces += [] if of_rows is None else [of_rows]
             parts += [] if of_weight is None else [(strip.taps, of_weight)]
-
-        def start() -> Pending:
-            return fetch.start_return(pieces, widened(grad[:0])[0])
 
         returning = None
         # Only some ranks may compute in two: where there is a sum, all of them start it before they return the halo's.
         if need_x and total is None:
-            returning = start()
-            wide[2] = returning.meanwhile(wide[2])
-        # One call of the kernel for all is faster; but a sum is to travel meanwhile, and half precision is wide here.
-        together = need_x and total is None and not is_half(x)
-        grad_x, grad_w, grad_b = self.shard.gradients((together, need_w, need_b), *wide)
+            returning = fetch.start_return(pieces, grad[:0])
+            weight = returning.meanwhile(weight)
+        # One call of the kernel for all is faster; but a sum is to travel meanwhile.
+        together = need_x and total is None
+        grad_x, grad_w, grad_b = self.shard.gradients((together, need_w, need_b), grad, x, weight)
         for taps, part in parts:
             assert grad_w is not None
             (grad_w if taps is None else grad_w.narrow(*taps)).add_(part)
-        edges = []
-        for place, strip in self.edges if need_x else ():
-            edges.append(strip.gradients(ONLY_INPUT, wide[0], wide[1].narrow(*place), wide[2])[0])
-        del wide
         # The kernel has made the parameters' gradients for this call alone.
         finish = None if total is None else total.start([None, grad_w, grad_b], overwrite=True)
         if need_x:
-            returning = returning or start()
+            returning = returning or fetch.start_return(pieces, grad[:0])
             if not together:
                 grad_x, _, _ = self.shard.gradients(ONLY_INPUT, grad, x, weight)
             assert grad_x is not None
-            if not edges:
-                grad_x = fetch.add_returned(grad_x, returning)
-            else:
-                for (place, _), own, piece in zip(self.edges, edges, returning.wait(grad_x), strict=True):
-                    assert own is not None
-                    torch.add(own, piece, out=grad_x.narrow(*place))
+            grad_x = fetch.add_returned(grad_x, returning)
         if finish is not None:
             _, grad_w, grad_b = finish()
         return grad_x, grad_w, grad_b
@@ -230,6 +232,7 @@ class ConvolutionPlan(Plan):
         fetch: the inputs that are read.
         convolve: the kernel with them.
         split: how to compute their gradient in two; None to do it in one.
+        owners: how the owners of the inputs compute it; None if they add up what others return.
     """
 
     saves = (0, 1)
@@ -238,18 +241,22 @@ class ConvolutionPlan(Plan):
     outputs: ShardTensorSpec
 
     def __init__(
-        self, out_spec: ShardTensorSpec, fetch: Fetch, convolve: LocalConvolution, split: SplitGradient | None = None
+        self,
+        out_spec: ShardTensorSpec,
+        fetch: Fetch,
+        convolve: LocalConvolution,
+        split: SplitGradient | None = None,
+        owners: OwnersGradient | None = None,
     ) -> None:
-        self.outputs, self.fetch, self.convolve, self.split = out_spec, fetch, convolve, split
-        dtype = out_spec.tensor_meta.dtype
-        self._fetches, self._half = bool(fetch), wide_dtype(dtype) != dtype
+        self.outputs, self.fetch, self.convolve, self.split, self.owners = out_spec, fetch, convolve, split, owners
+        self._fetches = bool(fetch)
 
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Sequence[Tensor | None]]:
         """This rank's outputs, and the halo."""
         if not self._fetches:
             return self.convolve(x, weight, bias), ()
         read, halo = self.fetch.read(x)
-        return self.convolve(read, weight, bias), halo
+        return self.convolve(read, weight, bias), halo if self.owners is None else ()
 
     def again(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """This rank's outputs, computed in a way that autograd can differentiate any number of times."""
@@ -257,8 +264,6 @@ class ConvolutionPlan(Plan):
 
     def backward(self, needed: Sequence[bool], grads: Sequence[Any], *saved: Any) -> Gradients:
         """Gradients of the shard, the weight and the bias.
-
-        What ranks add up is in float32 where it is of half precision: see [Note: rounded once] in redistribute.py.
 
         Args:
             saved: the shard, the weight, and what :meth:`forward` returned besides the outputs.
@@ -268,25 +273,33 @@ class ConvolutionPlan(Plan):
             return None, None, None
         if self.split is not None:
             return self.split.gradients(needed, grad, x, weight, self.fetch, halo[0], self.total)
-        read = self.fetch.join(x, halo) if self._fetches else x
-        wide = self._half and (self.sums or self._fetches)
-        # One call of the kernel for all is faster, but nothing travels meanwhile.
-        together = need_x and self.total is None and wide == (wide and self._fetches)
-        given, gradients = [grad, read, weight], self.convolve.gradients
-        if wide and self.convolve.is_product(read, weight):
-            gradients = self.convolve.products
+        convolve, of_bias = self.convolve, None
+        if self.owners is None:
+            read = self.fetch.join(x, halo) if self._fetches else x
+        else:
+            read, convolve = x, self.owners.convolve
+            if need_b and self.owners.fetch:  # of this rank's outputs alone
+                of_bias = grad.sum([0, *range(2, grad.ndim)], dtype=torch.float32 if self.widens else None)
+                need_b = False
+            grad, _ = self.owners.fetch.read(grad)
+        given, gradients, wide = [grad, read, weight], convolve.gradients, self.widens and is_half(x)
+        # One call of the kernel for all is faster, but nothing travels meanwhile, and float32 takes longer.
+        together = need_x and self.total is None and not wide
+        operands = given
+        if wide and convolve.is_product(read, weight):
+            gradients = convolve.products
         elif wide:
-            given = widened(*given)
-        grad_x, grad_w, grad_b = gradients((together, need_w, need_b), *given)
+            operands = widened(*given)
+        grad_x, grad_w, grad_b = gradients((together, need_w, need_b), *operands)
+        grad_b = grad_b if of_bias is None else of_bias
         # The kernel has made the parameters' gradients for this call alone.
         finish = None if self.total is None else self.total.start([None, grad_w, grad_b], overwrite=True)
         if need_x:
             if not together:
-                given = given if self._fetches else [grad, read, weight]
-                grad_x, _, _ = self.convolve.gradients(ONLY_INPUT, *given)
+                grad_x, _, _ = convolve.gradients(ONLY_INPUT, *given)
             assert grad_x is not None
             del given, read
-            grad_x = cast(self.fetch.backward(grad_x, overwrite=True), x.dtype)
+            grad_x = grad_x if self.owners is not None else self.fetch.backward(grad_x, overwrite=True)
         if finish is not None:
             _, grad_w, grad_b = finish()
         return grad_x, grad_w, grad_b

@@ -290,6 +290,10 @@ class LinearPlan(Plan):
     def __init__(self, input: ShardTensorSpec, out: TensorMeta, bias: TensorMeta | None) -> None:
         self.outputs, self.input, self.bias = input.replace(meta=out), input, bias
 
+    def wide_for_free(self, device: str) -> bool:
+        """See :func:`product`."""
+        return device == "cuda"
+
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, tuple[()]]:
         return F.linear(x, weight, bias), ()
 
@@ -303,7 +307,7 @@ class LinearPlan(Plan):
         columns = weight if weight.ndim == 2 else weight.unsqueeze(0)
         rows = _rows(grad if weight.ndim == 2 else grad.unsqueeze(-1))
         grad_x, given = None, None if x is None else _rows(x)
-        grad_w, grad_b = gradients_of_weights(needed[1:], rows, given, weight, bias, self.sums)
+        grad_w, grad_b = gradients_of_weights(needed[1:], rows, given, weight, bias, self.widens)
         finish = None if self.total is None else self.total.start([None, grad_w, grad_b], overwrite=True)
         if needed[0]:
             factors = rows, _like(columns, rows)
@@ -317,18 +321,18 @@ class LinearPlan(Plan):
 
 
 def gradients_of_weights(
-    needed: Sequence[bool], grad: Tensor, x: Tensor | None, weight: Tensor, bias: TensorMeta | None, sums: bool
+    needed: Sequence[bool], grad: Tensor, x: Tensor | None, weight: Tensor, bias: TensorMeta | None, widens: bool
 ) -> tuple[Tensor | None, Tensor | None]:
     """The gradients of weight and bias, out of the rows of a result's gradient and of the input.
 
     Args:
-        sums: they are contributions, which must not be rounded yet.
+        widens: they are contributions, which are not to be rounded yet.
     """
-    held = wide_dtype if sums else lambda dtype: dtype
+    held = wide_dtype if widens else lambda dtype: dtype
     grad_w = grad_b = None
     if needed[0] and x is not None:
         factors = grad, _like(x, grad)
-        grad_w = product(*factors) if sums else torch.mm(factors[0].t(), factors[1])
+        grad_w = product(*factors) if widens else torch.mm(factors[0].t(), factors[1])
         grad_w = cast(grad_w if weight.ndim == 2 else grad_w.view(weight.shape), held(weight.dtype))
     if needed[1] and bias is not None:
         grad_b = grad.sum(0, dtype=wide_dtype(grad.dtype))

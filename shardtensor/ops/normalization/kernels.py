@@ -103,7 +103,15 @@ class Kernels:
         return dx.addcmul_(grad.view(self.shape), scale.unsqueeze(-1)).view(x.shape)
 
     def gradients(
-        self, x: Tensor, grad: Tensor, mean: Tensor, var: Tensor, weight: Tensor | None, count: Any, together: bool
+        self,
+        x: Tensor,
+        grad: Tensor,
+        mean: Tensor,
+        var: Tensor,
+        weight: Tensor | None,
+        count: Any,
+        together: bool,
+        exact: bool,
     ) -> Gradients:
         """What the gradients are made of.
 
@@ -111,6 +119,7 @@ class Kernels:
             count: of the elements that share a mean.
             together: whether the gradients of weight and bias are summed over the ranks with what is returned, so that
                 the sums of channels tell those of sets.
+            exact: whether operands are converted to float32 where the kernel would round.
         """
         rstd = (var + self.eps).rsqrt_()
         scale, several = rstd if weight is None else rstd * weight, self.geometry.per_set != 1
@@ -402,9 +411,17 @@ class Synchronized(Kernels):
         return torch.batch_norm_elemt(given, weight, bias, mean, rstd, self.geometry.eps).view(x.shape)
 
     def gradients(
-        self, x: Tensor, grad: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor | None, count: Any, together: bool
+        self,
+        x: Tensor,
+        grad: Tensor,
+        mean: Tensor,
+        rstd: Tensor,
+        weight: Tensor | None,
+        count: Any,
+        together: bool,
+        exact: bool,
     ) -> Gradients:
-        geometry, k = self.geometry, self.geometry.per_set
+        geometry, k, reduced = self.geometry, self.geometry.per_set, partial(self._reduced, exact)
         if not x.numel():
             dy, with_x = mean.new_zeros(2, geometry.sets).unbind()
             of_weight, of_bias = mean.new_zeros(2, len(mean)).unbind()
@@ -412,16 +429,16 @@ class Synchronized(Kernels):
         shape, of_sets = x.shape, geometry.of_sets
         x, grad = x.view(geometry.shape), grad.view(geometry.shape)
         if k == 1:
-            dy, with_x, of_weight = self._reduced(grad, x, mean, rstd)
+            dy, with_x, of_weight = reduced(grad, x, mean, rstd)
             of_bias, of_input = dy, partial(self._of_input, grad, x, mean, rstd, weight)
         elif weight is None or (x.numel() <= _LAUNCH and x.dtype == mean.dtype):
-            of_bias, _, of_weight = self._reduced(grad, x, mean, rstd, of_sums=False)
+            of_bias, _, of_weight = reduced(grad, x, mean, rstd, of_sums=False)
             weighted = (grad if weight is None else grad * weight.unsqueeze(1)).view(of_sets)
             by_sets = weighted, x.view(of_sets), mean[::k], rstd[::k]
-            dy, with_x, _ = self._reduced(*by_sets)
+            dy, with_x, _ = reduced(*by_sets)
             of_input = partial(self._of_input, *by_sets, None)
         else:
-            of_bias, with_x, of_weight = self._reduced(grad, x, mean, rstd)
+            of_bias, with_x, of_weight = reduced(grad, x, mean, rstd)
             dy, with_x = self._of_sets((of_bias, with_x), weight).unbind()
             of_input = partial(self._by_weights, grad, x, mean, rstd, weight + _NEXT_TO_ZERO)
         return self._sent(dy, with_x), of_weight, of_bias, lambda *totals: of_input(*totals).view(shape)
@@ -437,13 +454,13 @@ class Synchronized(Kernels):
         return [total, with_x] if self.geometry.centered else [with_x]
 
     def _reduced(
-        self, grad: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, of_sums: bool = True
+        self, exact: bool, grad: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, of_sums: bool = True
     ) -> tuple[Tensor, Tensor, Tensor]:
         """The sums over each channel of the gradient, of the gradient by the centered input, which may be left out, and
         of this scaled, which is a weight's gradient.
         """
-        # CUDA's kernel rounds to half precision what a thread adds to its neighbour's sum.
-        grad, x = widened(grad, x)
+        if exact:  # CUDA's kernel rounds to half precision what a thread adds to its neighbour's sum.
+            grad, x = widened(grad, x)
         # Of the weight, here ``rstd``, the kernel takes what its gradient is to be like.
         options = of_sums, True, not of_sums
         total, with_x, scaled, alone = torch.batch_norm_backward_reduce(grad, x, mean, rstd, rstd, *options)

@@ -80,7 +80,7 @@ class Norm(Plan):
         """The gradient of weight (0) or bias (1), from what belongs to the shard; zeros for what other ranks hold."""
         meta, geometry = self.metas[i], self.geometry
         assert meta is not None
-        dtype = wide_dtype(meta.dtype) if self.sums else meta.dtype
+        dtype = wide_dtype(meta.dtype) if self.widens else meta.dtype
         mine = contribution if contribution.dtype == dtype else contribution.to(dtype)
         if not self.narrows[i]:
             return mine if mine.ndim == len(meta.shape) == 1 else mine.reshape(geometry.own_shape(meta.shape))
@@ -138,7 +138,7 @@ class LocalNorm(Norm):
         if grad is None:
             return result
         given = [self._cast(grad), self._cast(x), self._cast(self._own(weight, 0), False), *saved]
-        given = widened(*given) if self.sums else given
+        given = widened(*given) if self.widens else given
         # One call of the kernel takes less time than two, unless the sum travels during the second.
         together = needed[0] and (self.total is None or not self.divides or x.numel() < WORTH_OVERLAPPING)
         result[:3] = self._gradients((together, *needed[1:3]), x.dtype, given)
@@ -404,6 +404,10 @@ class ShardedNorm(Norm):
 
     # -- weight and bias -------------------------------------------------------------------------------------------
 
+    def wide_for_free(self, device: str) -> bool:
+        """The kernels add up in the dtype of the statistics."""
+        return True
+
     def _of_channels(self, parameter: Tensor | None, i: int) -> Tensor | None:
         """The part of weight (0) or bias (1) that belongs to the shard, for the channels of all samples."""
         mine, samples = self._own(parameter, i), self.geometry.samples
@@ -440,7 +444,7 @@ class ShardedNorm(Norm):
             # Of the bias the kernel takes what its gradient is to be like.
             given = grad, x, (row,), mean, rstd, w, x[0] if w is None else w
             found = _layer_norm_backward(*given, (False, *mask, False)[:3])[1:]
-        if self.around and all(mask) and self.sums:  # by one operator
+        if self.around and all(mask) and self.widens:  # by one operator
             before, after = (constant_like(zeros, grad) for zeros in self.around)
             w, b = (t.view(-1, *before.shape[1:]) for t in found)
             return list(torch.cat([before, w, after, before, b, after]).chunk(2))
@@ -476,7 +480,8 @@ class ShardedNorm(Norm):
             weighted = (grad.view(geometry.view) * affine).view(x.shape)
         several, count = geometry.per_set != 1, counts[0] if counts else max(geometry.count, 1)
         together = several and geometry.samples == 1 and all((*needed[1:3], *summed[1:3]))
-        sums, of_weight, of_bias, of_input = kernels.gradients(own, weighted, mean, spread, w, count, together)
+        given = own, weighted, mean, spread, w, count, together, self.exact
+        sums, of_weight, of_bias, of_input = kernels.gradients(*given)
         if geometry.elementwise:
             rstd = spread if kernels is self.synchronized else (spread + geometry.eps).rsqrt_()
             gradients = self._of_elements(needed, grad, own, weight, mean, rstd)
@@ -487,7 +492,7 @@ class ShardedNorm(Norm):
             result[i + 1] = g if g is None or geometry.elementwise else self._of_parameter(g, i)
         finish = None
         if self.total is not None and self.rest:
-            finish = GradientSum(self.total.mesh, self.rest, summed).start(result)
+            finish = GradientSum(self.total.mesh, self.rest, summed, self.widens).start(result)
         if needed[0]:
             dx = torch.empty_like(x) if self.empty else of_input(*totals)
             dx = dx if dx.dtype == x.dtype else dx.to(x.dtype)

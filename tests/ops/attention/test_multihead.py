@@ -242,6 +242,7 @@ def gradients_in(dtype, module, x, grad, others):
 OTHERS = {"self": lambda x: (x, x), "cross": lambda x: [x * 1] * 2, "key and value": lambda x: (x * 1, x * 2)}
 
 
+@shardtensor.half_precision("exact")
 def check_cancelling(name, ring):
     """The ranks' contributions to the gradients of weights are opposite, but for a hundredth."""
     torch.manual_seed(0)

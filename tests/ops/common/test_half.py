@@ -1,6 +1,13 @@
-"""Half precision: what is summed over ranks is rounded once, as on one device, also where contributions cancel."""
+"""Half precision: what is summed over ranks is rounded once, as on one device, also where contributions cancel.
+
+For gradients of weights that holds in ``half_precision("exact")``.
+"""
 
 from __future__ import annotations
+
+import importlib
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,10 +16,13 @@ from seeded import seeded
 from torch import nn
 from torch.distributed.tensor import Partial, Replicate, Shard
 
-from shardtensor import ShardTensor
+from shardtensor import RanksDiffer, ShardTensor, half_precision
+from shardtensor.operators import weight_gradients
 from shardtensor.ops.common.alignment import is_half, product, widened
-from shardtensor.testing import count_communication, run_distributed, shard, shared_mesh
+from shardtensor.testing import count_communication, run_distributed, run_expecting_errors, shard, shared_mesh
 
+sys.path.append(str(Path(__file__).parents[3] / "benchmarks"))  # of the ranks, too, which import what they call
+bench_half = importlib.import_module("bench_half")
 HALF = (torch.bfloat16, torch.float16)
 
 
@@ -98,6 +108,11 @@ def test_contributions_are_rounded_once(dtype):
     run_distributed(contributions, 2, dtype)
 
 
+@half_precision("exact")
+def exactly_linear(x, w):
+    return F.linear(x, w.t())
+
+
 def operators(dtype):
     mesh, sizes = shared_mesh(3), {0: (11, 4, 9)}
     x = cancelling(24, 6, dim=0, dtype=dtype)
@@ -115,7 +130,7 @@ def operators(dtype):
     # The gradients of what is replicated.
     factor = cancelling(24, 5, dim=0, dtype=dtype, offset=2.0)
     ones = numbers(24, 6, dtype=dtype, offset=1.0)
-    for function in (lambda x, w: x @ w, lambda x, w: torch.einsum("ki,ij->kj", x, w), lambda x, w: F.linear(x, w.t())):
+    for function in (lambda x, w: x @ w, lambda x, w: torch.einsum("ki,ij->kj", x, w), exactly_linear):
         check(function, [ones, numbers(6, 5, dtype=dtype, offset=1.0)], [0], sizes, mesh, factor)
     factor = cancelling(24, 6, dim=0, dtype=dtype)
     check(torch.mul, [ones, numbers(6, dtype=dtype, offset=1.0)], [0], sizes, mesh, factor)
@@ -140,6 +155,7 @@ def hooked(t):
     return t
 
 
+@half_precision("exact")
 def layers(dtype, others):
     mesh = shared_mesh(2)
     x, w, b = numbers(24, 6, dtype=dtype), numbers(5, 6, dtype=dtype, offset=1.0), numbers(5, dtype=dtype, offset=1.0)
@@ -169,6 +185,7 @@ def test_gradients_of_weights(dtype, others):
     run_distributed(layers, 2, dtype, others)
 
 
+@half_precision("exact")
 def layers_in_autocast(dtype, others):
     """Weights in float32, which autocast casts: what ranks contribute to their gradients is not rounded to it."""
     mesh = shared_mesh(2)
@@ -187,6 +204,74 @@ def layers_in_autocast(dtype, others):
 @pytest.mark.parametrize("others", [leaf, hooked, replicated])
 def test_gradients_of_weights_that_autocast_casts(others):
     run_distributed(layers_in_autocast, 2, torch.bfloat16, others)
+
+
+# -- "fast", and the choice --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("case", [case for case in bench_half.CASES if not case.startswith("norm after")])
+def test_contributions_are_as_exact_as_torch_s_kernels(case, record_property):
+    """Each rank's contribution by torch's kernel, rounded, and the sum in float32; next to DDP's and one device's."""
+    for found in run_distributed(bench_half.errors, 2, case):
+        for way, error in found.items():
+            record_property(way, error)
+        assert found["fast"] <= 1.1 * found["by hand"], found
+        assert found["exact"] <= 1.1 * found["one device"], found
+
+
+@pytest.mark.on_device
+@pytest.mark.parametrize("data", bench_half.DATA)
+def test_norms_over_shards_on_devices(data):
+    """There the kernel of several processes rounds the sums of a shard."""
+    for found in run_distributed(bench_half.errors, 2, f"group norm, {data}"):
+        assert found["fast"] <= 1.1 * found["by hand"] and found["exact"] <= 1.1 * found["one device"], found
+
+
+def kept_under_each():
+    """The same call under both settings, and what the sum over ranks is computed from."""
+    torch.manual_seed(0)
+    mesh, conv = shared_mesh(2), nn.Conv2d(4, 4, 3, padding=1).bfloat16()
+    image = torch.randn(1, 4, 24, 8).bfloat16()
+    x = shard(image, mesh, [Shard(2)])
+    found = {}
+    for way in ("fast", "exact", "fast", "exact"):
+        with half_precision(way):
+            y = conv(x)
+        (grad,) = torch.autograd.grad(y.float().pow(3).sum(), conv.weight)  # outside of the block
+        assert grad.dtype == torch.bfloat16
+        assert torch.equal(found.setdefault(way, grad), grad), f"{way}: another result than before"
+    assert not torch.equal(*found.values())
+    y = conv(x)
+    (grad,) = torch.autograd.grad(y.float().pow(3).sum(), conv.weight)
+    assert torch.equal(grad, found["fast"]), "not the default"
+
+
+def test_the_setting_of_the_forward_pass_holds_for_its_backward_pass():
+    run_distributed(kept_under_each, 2)
+
+
+def set_differently(layer):
+    mesh, x = shared_mesh(2), torch.randn(1, 6, 24, 8).bfloat16()
+    module = {"linear": nn.Linear(8, 4), "conv": nn.Conv2d(6, 4, 3, padding=1)}[layer].bfloat16()
+    try:
+        with half_precision(("fast", "exact")[mesh.get_local_rank()]):
+            loss = module(shard(x, mesh, [Shard(2)])).float().square().mean()
+            loss.backward()
+            return loss.item()
+    finally:
+        weight_gradients._passes.clear()  # the one that has ended in an error
+
+
+@pytest.mark.parametrize("layer", ["linear", "conv"])
+def test_ranks_that_set_it_differently_are_told(layer):
+    for error in run_expecting_errors(set_differently, 2, layer):
+        assert isinstance(error, RanksDiffer), error
+        assert "half precision exact" in str(error) or "sum of rounded contributions" in str(error), error
+
+
+def test_there_are_two_ways():
+    with pytest.raises(ValueError, match="half precision 'quick': choose 'fast' or 'exact'"), half_precision("quick"):
+        pass
 
 
 def messages_of_a_step(dtype):

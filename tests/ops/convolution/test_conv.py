@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from copied import Copied
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from spatial_cases import computing, data
+from spatial_cases import WAYS, computing, data
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
@@ -103,6 +103,8 @@ def grid(world):
     [
         (2, "at once"),
         (3, "in two"),
+        (4, "by owners"),
+        pytest.param(3, "by owners", marks=pytest.mark.slow),
         pytest.param(1, "at once", marks=pytest.mark.slow),
         pytest.param(1, "in two", marks=pytest.mark.slow),
         pytest.param(2, "in two", marks=pytest.mark.slow),
@@ -159,14 +161,14 @@ def meshes_2x2():
                     yield shape, arguments, (2, 2), dims, {m: cut[d] for m, d in enumerate(dims) if d is not None}
 
 
-@pytest.mark.parametrize("way", ["at once", pytest.param("in two", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("way", ["at once", "by owners", pytest.param("in two", marks=pytest.mark.slow)])
 def test_both_spatial_dims_on_a_2x2_mesh_with_corners(way):
     cases = list(meshes_2x2())
     assert len(cases) > 80
     run_distributed(check, 4, cases, way, timeout=120)
 
 
-@pytest.mark.parametrize("way", ["at once", "in two"])
+@pytest.mark.parametrize("way", ["at once", "in two", "by owners"])
 def test_three_sharded_dims(way):
     """Corners of corners: a volume cut along all its dims on a 2 x 2 x 1 mesh, and on a mesh dim of size one."""
     arguments = conv_arguments(3, 3, padding=1)
@@ -253,7 +255,7 @@ def drawn(mesh_shape, examples):
         world *= n
 
     @settings(max_examples=examples)
-    @given(st.lists(convolutions(mesh_shape), min_size=4, max_size=8), st.sampled_from(["at once", "in two"]))
+    @given(st.lists(convolutions(mesh_shape), min_size=4, max_size=8), st.sampled_from([*WAYS]))
     def run(cases, way):
         run_distributed(check, world, [case for case in cases if valid(case[0], case[1])], way, timeout=120)
 
@@ -494,6 +496,7 @@ def gradients_of_parameters(x, weight, bias, grad, scope=nullcontext):
     return torch.autograd.grad(y, [weight, bias], grad)
 
 
+@shardtensor.half_precision("exact")
 def sums_of_contributions(kernel, dtype, autocast, memory_format):
     mesh, device = shared_mesh(2), torch.get_default_device().type
 

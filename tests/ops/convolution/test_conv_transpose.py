@@ -112,6 +112,7 @@ def grid(world):
     [
         (2, "at once"),
         (3, "in two"),
+        (4, "by owners"),
         pytest.param(1, "at once", marks=pytest.mark.slow),
         pytest.param(2, "in two", marks=pytest.mark.slow),
         pytest.param(3, "at once", marks=pytest.mark.slow),
@@ -133,7 +134,7 @@ def test_2x2_mesh_batches_and_volumes():
             cases.append(((2, 4, 8, 5), made, (2, 2), dims, sizes))
     cases.append(((1, 4, 3, 4, 5), arguments(3, 3, 2, 1, 1, 1), (2, 2), [2, 4], {0: (1, 2), 1: (4, 1)}))
     cases.append(((4, 8, 5), arguments(2, 2, 2, 0, 0, 1), (2, 2), [1, 2], {0: (1, 7), 1: (3, 2)}))
-    for way in ("at once", "in two"):
+    for way in ("at once", "in two", "by owners"):
         run_distributed(check, 4, cases, way)
 
 
