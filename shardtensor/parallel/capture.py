@@ -28,6 +28,7 @@ from ..dispatch.conversions import wrap
 from ..dispatch.planning import kept_plans
 from ..dispatch.tensor import ShardTensor
 from ..layout.caches import forgets
+from ..ranks.cuda_graphs import module_with_graphs
 from ..ranks.history import counts, record
 from ..ranks.rows import gather_rows, gather_texts
 
@@ -192,8 +193,7 @@ class _Captured(Generic[P, R]):
                         raise ValueError(
                             f"capture: {key} of {name} is {float(group[key])}, but was {was} when the step was "
                             "captured, and a CUDA graph repeats that. Make it a tensor on the GPU, to which schedulers "
-                            "write: "
-                            f"{name}(..., {key}=torch.tensor({was}, device='cuda'))"
+                            f"write: {name}(..., {key}=torch.tensor({was}, device={self._stream.device.type!r}))"
                         )
 
     @torch.no_grad()
@@ -243,12 +243,13 @@ def _on_gpu(leaves: list[Any]) -> bool:
             "step, and return it: x = x.detach().requires_grad_(); ...; return torch.autograd.grad(loss, x)"
         )
     kinds = {x.device.type for x in tensors}
-    if "cuda" in kinds and len(kinds) > 1:
+    has_graphs = any(module_with_graphs(kind) is not None for kind in kinds)
+    if has_graphs and len(kinds) > 1:
         raise ValueError(
             f"capture: the arguments of the step are on {' and '.join(sorted(kinds))}, and a graph reads the GPU's "
             "memory alone. Move them to the GPU before the call: x.to(device)"
         )
-    return "cuda" in kinds
+    return has_graphs
 
 
 def _another(before: tuple[Any, Any], now: tuple[Any, Any]) -> ValueError:

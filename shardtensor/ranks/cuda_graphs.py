@@ -22,12 +22,12 @@ _READS = "the host reads values, or how many there are, before it goes on"
 
 def is_capturing(device: torch.device) -> bool:
     """Whether what is computed on the device now goes into a CUDA graph."""
-    module = _module_with_graphs(device.type)
+    module = module_with_graphs(device.type)
     return module is not None and bool(module.is_initialized() and module.is_current_stream_capturing())
 
 
 @cache
-def _module_with_graphs(device_type: str) -> Any:
+def module_with_graphs(device_type: str) -> Any:
     """The module of this type of device, such as torch.cuda, or None if it has no graphs."""
     module = getattr(torch, device_type, None)
     return module if hasattr(module, "is_current_stream_capturing") else None
