@@ -178,7 +178,8 @@ class Parallel:
 
         Args:
             batch: a tensor or array, or a structure of them, as for :class:`shardtensor.data.ShardLoader`, on any
-                device. Ranks other than the domain's first pass None or the same; it is compared in the first calls.
+                device. Ranks other than the domain's first pass None or the same, which is compared: all numbers in the
+                first calls, later some thousand of each tensor.
             placements: ``Shard(d)`` or ``Replicate()`` on the domain axis for all tensors, or nested like the batch.
             shard_sizes: each rank's size for all tensors, or nested like the batch; default: torch.chunk's sizes.
 

@@ -31,12 +31,18 @@ def digest(tensor: Tensor) -> int:
         return int(_bits(_plain(tensor)))
 
 
-def digest_of_some(tensor: Tensor) -> int:
-    """The digest of at most some thousand numbers from all over a tensor; 0 if they are all the same."""
+def some_of(tensor: Tensor) -> Tensor:
+    """At most some thousand numbers from all over a tensor."""
     some = tensor.detach()
     for d in reversed(range(some.ndim)):
         step = max(1, min(some.shape[d], -(-some.numel() // _SAMPLE)))
         some = some[(slice(None),) * d + (slice(None, None, step),)]
+    return some
+
+
+def digest_of_some(tensor: Tensor) -> int:
+    """The digest of :func:`some_of` a tensor's numbers; 0 if they are all the same."""
+    some = some_of(tensor)
     elements = as_bytes(_plain(some)).view(-1, some.element_size())
     return 0 if bool((elements == elements[:1]).all()) else digest(some) or 1
 
