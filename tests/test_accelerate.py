@@ -25,7 +25,6 @@ pytest.importorskip("transformers")
 from accelerate import Accelerator
 from transformers import Trainer, TrainingArguments, ViTConfig, ViTForImageClassification
 
-pytestmark = pytest.mark.on_cpu("they choose the device by themselves")
 STEPS, BATCH, MAX_NORM, LR = 5, 4, 0.05, 0.01
 SIZES = (9, 4)
 on_ranks = functools.partial(run_distributed, timeout=240)  # the first call on a rank imports transformers
@@ -52,10 +51,10 @@ class Segmentation(nn.Module):
 
 class Fields(Dataset):
     def __init__(self, n, *, ignored, seed):
-        generator = torch.Generator().manual_seed(seed)
-        self.pixels = torch.randn(n, 2, 13, 6, generator=generator, dtype=torch.float64)
-        self.labels = torch.randint(3, (n, 13, 6), generator=generator)
-        self.labels[torch.rand(n, 13, 6, generator=generator) < ignored] = -100
+        torch.manual_seed(seed)
+        self.pixels = torch.randn(n, 2, 13, 6, dtype=torch.float64)
+        self.labels = torch.randint(3, (n, 13, 6))
+        self.labels[torch.rand(n, 13, 6) < ignored] = -100
 
     def __len__(self):
         return len(self.labels)
@@ -213,6 +212,7 @@ def arguments(made, folder, accumulated=1):
         per_device_train_batch_size=BATCH // 2 // accumulated, gradient_accumulation_steps=accumulated,
         per_device_eval_batch_size=BATCH // 2, num_train_epochs=1, learning_rate=LR, lr_scheduler_type="linear",
         max_grad_norm=MAX_NORM, logging_steps=1, report_to="none", save_strategy="no", disable_tqdm=True,
+        dataloader_pin_memory=False,  # the samples may be on an accelerator
     )  # fmt: skip
 
 
