@@ -29,8 +29,8 @@ def scatter_batch(batch: PyTree, mesh: DeviceMesh, placements: PyTree, *, shard_
 
     Raises:
         TypeError, ValueError: on all ranks: something in the batch that cannot be sent, layouts that do not fit it,
-            types that a rank does not know; ranks that pass different batches. A mesh's first calls compare all numbers,
-            later ones some thousand of each tensor: a loader for evaluation may come late.
+            types that a rank does not know; ranks that pass different batches. A mesh's first calls compare all
+            numbers, later ones some thousand of each tensor: a loader for evaluation may come late.
     """
     source, tensors, told = first_rank(mesh), list[Tensor](), b""
     early = is_early("batches", mesh)
