@@ -158,7 +158,7 @@ def of_inner_rank() -> tuple[int, int]:
 
 
 def of_growth() -> list[Figure]:
-    found = {ranks: simulate_ranks(of_inner_rank, ranks, ranks=[ranks // 2])[0] for ranks in GROWTH}
+    found = {ranks: simulate_ranks(of_inner_rank, ranks, only=[ranks // 2])[0] for ranks in GROWTH}
     base = sum(found[4])
     return [
         Figure(

@@ -111,7 +111,7 @@ def main() -> None:
     first = dist.get_rank() == 0
 
     model = make_model(args, device)
-    done = parallelize(model, mesh, units=[ConvNormAct], spmd=args.spmd, shard=("dp", "domain") if args.spmd else None)
+    done = parallelize(model, mesh, units=[ConvNormAct], spmd=args.spmd, fsdp=("dp", "domain") if args.spmd else None)
     held, total = (sum(p.numel() for p in ps) for ps in (map(local, model.parameters()), model.parameters()))
     if first:
         print(f"{done}\nrank 0 holds {held} of {total} weights")

@@ -40,7 +40,7 @@ def _explain(options: argparse.Namespace) -> int:
     mesh = options.mesh
     sizes = dict(enumerate(options.sizes)) if options.sizes else None
     shard = options.shard if len(options.shard) > 1 else options.shard[0]
-    ranks = range(torch.Size(mesh).numel()) if options.ranks == "all" else options.ranks
+    only = range(torch.Size(mesh).numel()) if options.only == "all" else options.only
     found = shardtensor.explain(
         _model(options.model, options.meta),
         *_inputs(options.input, options.dtype or [torch.float32]),
@@ -48,7 +48,7 @@ def _explain(options: argparse.Namespace) -> int:
         shard=shard,
         shard_sizes=sizes,
         backward=options.backward,
-        ranks=ranks,
+        only=only,
         values=True if options.values else None,
     )
     print(json.dumps(found.to_dict(), indent=1) if options.json else found)

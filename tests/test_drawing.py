@@ -74,7 +74,7 @@ def large():
 
 
 def test_a_large_world_is_shortened():
-    (text,) = simulate_ranks(large, 500, ranks=[7])
+    (text,) = simulate_ranks(large, 500, only=[7])
     assert "... 436 more" in text and text.splitlines()[-1] == "rank 499: 2, dim 0 [998:1000]"
 
 
@@ -83,7 +83,7 @@ def of_dtensor():
 
 
 def test_a_dtensor_and_a_spec():
-    (text,) = simulate_ranks(of_dtensor, 2, ranks=[1])
+    (text,) = simulate_ranks(of_dtensor, 2, only=[1])
     assert text.splitlines()[-1] == "rank 1: 2x3, dim 0 [2:4]"
 
 
@@ -132,7 +132,7 @@ def refusing(call):
 )
 def test_errors(call, error, text):
     with pytest.raises(error, match=text):
-        simulate_ranks(refusing, 2, call, ranks=[0])
+        simulate_ranks(refusing, 2, call, only=[0])
 
 
 def held():
@@ -142,7 +142,7 @@ def held():
 
 
 def test_repr_says_what_the_rank_holds():
-    texts = simulate_ranks(held, 4, ranks=[3])[0]
+    texts = simulate_ranks(held, 4, only=[3])[0]
     assert texts[0].endswith("as (S(0)[3, 1], S(1)[2, 4]), rank (1, 1) holds [3:4, 2:6]")
     assert texts[1].endswith("rank (1, 1) holds a contribution")
     assert texts[2].endswith("rank (1, 1) holds all of it")
@@ -165,7 +165,7 @@ def cells_of(row):
 
 
 def test_notebooks_show_the_sizes_of_shards():
-    tiles, summed, drawn = simulate_ranks(tables, 40, ranks=[23])[0]
+    tiles, summed, drawn = simulate_ranks(tables, 40, only=[23])[0]
     assert drawn.startswith("<pre>ShardTensor(4, 190) float32 on mesh (2, 20)") and drawn.endswith("</pre>")
     caption = "ShardTensor (4, 190) float32 on mesh (2, 20) of cpu, rank (1, 3) holds [0:4, 3:6]"
     assert f"<caption>{caption}</caption>" in tiles

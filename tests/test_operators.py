@@ -46,7 +46,7 @@ class Declared:
 
 def on_one_rank(check):
     """Run a check that needs specs only, as rank 0 of two."""
-    simulate_ranks(check, 2, ranks=[0])
+    simulate_ranks(check, 2, only=[0])
 
 
 def made(mesh, local=None, sizes=(5, 3), placement=None):

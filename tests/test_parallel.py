@@ -220,9 +220,9 @@ PLAIN = {
     "DTensors on domain, FSDP1 over dp, flat parameters": lambda m, mesh: dtensors_in_fsdp1(m, mesh, False),
     "parallelize": helped(),
     "parallelize, units": helped(units=[nn.Conv2d, nn.Sequential], reshard_after_forward=False),
-    "parallelize, sharded over all": helped(shard=AXES),
-    "parallelize, sharded over all, not resharded": helped(shard=AXES, reshard_after_forward=False),
-    "parallelize, sharded over domain": helped(shard=("domain",)),
+    "parallelize, sharded over all": helped(fsdp=AXES),
+    "parallelize, sharded over all, not resharded": helped(fsdp=AXES, reshard_after_forward=False),
+    "parallelize, sharded over domain": helped(fsdp=("domain",)),
 }
 SPMD = {
     "by hand, sharded over dp": by_hand(shard="dp"),
@@ -231,9 +231,9 @@ SPMD = {
     "by hand, replicated over dp": by_hand(shard="domain", replicate="dp"),
     "parallelize": helped(spmd=True),
     "parallelize, units": helped(spmd=True, units=[nn.Conv2d]),
-    "parallelize, sharded over all": helped(spmd=True, shard=AXES),
-    "parallelize, sharded over domain": helped(spmd=True, shard=("domain",)),
-    "parallelize, copies": helped(spmd=True, shard=()),
+    "parallelize, sharded over all": helped(spmd=True, fsdp=AXES),
+    "parallelize, sharded over domain": helped(spmd=True, fsdp=("domain",)),
+    "parallelize, copies": helped(spmd=True, fsdp=()),
 }
 QUICK = {
     "DDP over dp",
@@ -871,11 +871,11 @@ def reports():
     with mesh["domain"]:  # inputs need not name it either
         x = ShardTensor.from_local(torch.rand(2, 2, CUTS[2][mesh["domain"].get_local_rank()], 6), None, [Shard(2)])
     assert model(x).shape == (2, 3)
-    only = parallelize(Network(), mesh, shard=())
+    only = parallelize(Network(), mesh, fsdp=())
     assert "data parallel: left to you, e.g. DistributedDataParallel(model, device_mesh=mesh['dp'])" in only.steps
     alone = parallelize(Network(), mesh["domain"])
     assert alone.steps[1:] == ("inputs: ShardTensors on mesh['domain'], (Shard(d))",)
-    everything = parallelize(Network(), mesh["domain"], shard=("domain",))
+    everything = parallelize(Network(), mesh["domain"], fsdp=("domain",))
     assert everything.steps[1].endswith("sharded over 'domain', copies over no axis")
 
 
@@ -890,10 +890,10 @@ def bad(case):
         "axis": lambda: parallelize(model, mesh, domain="space"),
         "unnamed": lambda: parallelize(model, shared_mesh((2, 2))),
         "plan": lambda: parallelize(model, mesh, tensor="dp", data=None),
-        "shard": lambda: parallelize(model, mesh, shard=("tp",)),
+        "shard": lambda: parallelize(model, mesh, fsdp=("tp",)),
         "order": lambda: parallelize(model, mesh, data="domain", domain="dp"),
         "tensor": lambda: parallelize(
-            model, mesh, data=None, domain="dp", tensor="domain", plan=HEAD, shard=("dp",)
+            model, mesh, data=None, domain="dp", tensor="domain", plan=HEAD, fsdp=("dp",)
         ),
         "pattern": lambda: tensor_parallel(model, mesh, {"tail.*": "colwise"}, tensor="domain"),
         "how": lambda: tensor_parallel(model, mesh, {"head.0": "diagonal"}, tensor="domain"),
@@ -909,7 +909,7 @@ def bad(case):
         ("plan", ValueError, "tensor parallel needs both"),
         ("shard", ValueError, "the mesh has no axis 'tp'"),
         ("order", ValueError, "order them data, domain, tensor"),
-        ("tensor", ValueError, "use spmd=True, or leave shard out"),
+        ("tensor", ValueError, "use spmd=True, or leave fsdp out"),
         ("pattern", ValueError, "no module of Network is called 'tail.*'"),
         ("how", ValueError, "'diagonal'; choose one of ('colwise', 'rowwise')"),
         ("layer", TypeError, "first is a Conv2d; only nn.Linear can be sharded"),

@@ -440,7 +440,7 @@ def ten_steps_on_the_globe(shape, spmd, shard_over):
     mesh = shared_mesh(shape, AXES)
     module, model, x, y = globe()
     model, alone = copy.deepcopy(model), copy.deepcopy(model)
-    parallelize(model, mesh, units=[module.ConvNormAct], spmd=spmd, shard=shard_over)
+    parallelize(model, mesh, units=[module.ConvNormAct], spmd=spmd, fsdp=shard_over)
     at, n, i = mesh["domain"], shape[0], mesh["dp"].get_local_rank()
     if spmd:
         sizes = {0: (1,) * n, 1: ROWS[shape[1]]}

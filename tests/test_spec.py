@@ -61,7 +61,7 @@ def defaults():
 
 
 def test_sizes_that_are_not_given_are_those_of_torch_chunk():
-    ((first, *rest),) = simulate_ranks(defaults, 3, ranks=[0])
+    ((first, *rest),) = simulate_ranks(defaults, 3, only=[0])
     assert first == ((3, 3, 1),)
     assert rest == [True, ((1, 1, 0),), ((7,), None), ((2,), (1, 1, 5)), (None,), (2, 1)]
 
@@ -98,7 +98,7 @@ def compare():
 
 
 def test_sizes_are_part_of_equality_and_hash():
-    assert simulate_ranks(compare, 2, ranks=[1]) == [True]
+    assert simulate_ranks(compare, 2, only=[1]) == [True]
 
 
 def derived():
@@ -114,7 +114,7 @@ def derived():
 
 
 def test_derived_specs_and_text():
-    assert simulate_ranks(derived, 4, ranks=[3]) == [True]
+    assert simulate_ranks(derived, 4, only=[3]) == [True]
 
 
 def layouts():
@@ -135,7 +135,7 @@ def layouts():
 
 
 def test_a_layout_holds_placement_and_sizes_of_each_mesh_dim():
-    assert simulate_ranks(layouts, 4, ranks=[1]) == [True]
+    assert simulate_ranks(layouts, 4, only=[1]) == [True]
 
 
 BAD = [
@@ -169,7 +169,7 @@ def all_bad_arguments():
 
 
 def test_what_does_not_fit_is_refused_with_the_reason():
-    assert simulate_ranks(all_bad_arguments, 2, ranks=[0]) == [True]
+    assert simulate_ranks(all_bad_arguments, 2, only=[0]) == [True]
 
 
 def one_dim_on_two_mesh_dims():
@@ -179,7 +179,7 @@ def one_dim_on_two_mesh_dims():
 
 
 def test_a_tensor_dim_is_sharded_once():
-    assert simulate_ranks(one_dim_on_two_mesh_dims, 4, ranks=[0]) == [True]
+    assert simulate_ranks(one_dim_on_two_mesh_dims, 4, only=[0]) == [True]
 
 
 def strided():
@@ -191,7 +191,7 @@ def strided():
 
 
 def test_strided_shards_are_refused():
-    assert simulate_ranks(strided, 4, ranks=[0]) == [True]
+    assert simulate_ranks(strided, 4, only=[0]) == [True]
 
 
 def roundtrip():

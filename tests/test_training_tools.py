@@ -182,7 +182,7 @@ def in_ddp(make):
 
     def run(mesh):
         model, alone = network(), network()
-        parallelize(model, mesh, shard=())
+        parallelize(model, mesh, fsdp=())
         wrapped = DistributedDataParallel(model, device_mesh=mesh["dp"])
         step(wrapped, *mine(mesh), make(model.parameters()))
         step(alone, *batch(), make(alone.parameters()))
@@ -193,7 +193,7 @@ def in_ddp(make):
 
 def lbfgs_on_the_mean(mesh):
     model, alone = network(), network()
-    parallelize(model, mesh, shard=())
+    parallelize(model, mesh, fsdp=())
     wrapped = DistributedDataParallel(model, device_mesh=mesh["dp"])
 
     def mean(loss):
@@ -286,7 +286,7 @@ def full_tensors(mesh):
 
 def autograd_gradient(mesh):
     model, alone = network(), network()
-    parallelize(model, mesh, shard=("domain",), data=None)
+    parallelize(model, mesh, fsdp=("domain",), data=None)
     x, y = batch()
     here = shard(x, mesh["domain"], [Shard(2)], {0: (11, 5)})
     found = torch.autograd.grad(F.mse_loss(model(here), y), list(model.parameters()))

@@ -175,5 +175,5 @@ def test_a_module_that_holds_several_dtypes_itself_is_refused():
             "Scaled has parameters of several dtypes that are in no inner module with a forward: scale (float64), "
             "complex.0 (complex128). Those of a unit of FSDP2 have one dtype. Put the parameters of one dtype into a "
             "module of their own that is called; hold complex ones as real (torch.view_as_real, and "
-            "torch.view_as_complex in forward); or pass shard=() and wrap the model in DistributedDataParallel"
+            "torch.view_as_complex in forward); or pass fsdp=() and wrap the model in DistributedDataParallel"
         )

@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 
 def simulate_ranks(
-    fn: Callable[..., Any], world_size: int, *args: Any, ranks: Sequence[int] | None = None, **kwargs: Any
+    fn: Callable[..., Any], world_size: int, *args: Any, only: Sequence[int] | None = None, **kwargs: Any
 ) -> list[Any]:
     """Call ``fn(*args, **kwargs)`` as each of ``world_size`` ranks, one after the other, and return the results.
 
@@ -32,7 +32,7 @@ def simulate_ranks(
     [0, 1, 4, 9]
 
     Args:
-        ranks: the ranks to simulate; default: all.
+        only: the ranks to simulate; default: all.
     """
     if dist.is_initialized():
         raise RuntimeError(
@@ -44,7 +44,7 @@ def simulate_ranks(
     restore = put_in_front(["alltoall_base_"], lambda name, _, returns: lambda *args: complete(args[0], returns))
     excepthook = sys.excepthook  # torch puts one in front that names the rank, for each group that is made
     try:
-        for rank in range(world_size) if ranks is None else ranks:
+        for rank in range(world_size) if only is None else only:
             _forget_the_last_rank()
             init_fake_process_group(rank, world_size)
             try:

@@ -59,7 +59,7 @@ def parallelize(
     domain: str = "domain",
     tensor: str | None = None,
     plan: Mapping[str, str] | None = None,
-    shard: Sequence[str] | None = None,
+    fsdp: Sequence[str] | None = None,
     units: Sequence[type[nn.Module]] = (),
     spmd: bool = False,
     **options: Any,
@@ -72,7 +72,7 @@ def parallelize(
         data: the axis along which ranks have different samples. None, or a name that is not in the mesh: no such axis.
         domain: the axis over which samples are sharded.
         tensor, plan: the axis over which weights are sharded, and the weights to shard; see :func:`tensor_parallel`.
-        shard: axes over which FSDP2 shards weights, gradients and optimizer state; default: the data axis. With the
+        fsdp: axes over which FSDP2 shards weights, gradients and optimizer state; default: the data axis. With the
             domain axis as well, every rank keeps ``1 / (data * domain)`` of them. With ``()`` there is no FSDP2: wrap
             the model in DDP over ``mesh[data]`` yourself.
         units: classes of modules that FSDP2 gathers one at a time. A unit's parameters have one dtype; those of other
@@ -96,7 +96,7 @@ def parallelize(
     mesh = given_mesh(mesh)
     names = mesh.mesh_dim_names or ()
     data = data if data in names else None
-    shard = tuple(shard) if shard is not None else () if data is None else (data,)
+    shard = tuple(fsdp) if fsdp is not None else () if data is None else (data,)
     _check_axes(names, data, domain, tensor, plan, shard, spmd)
     axes = [n for n in names if n in (data, domain, tensor)]
     mesh = mesh[tuple(axes)]
@@ -142,11 +142,11 @@ def _check_axes(
     if (tensor is None) != (plan is None):
         raise ValueError("tensor parallel needs both: the axis (tensor=) and which layers to shard (plan=)")
     if not set(shard) <= {data, domain}:
-        raise ValueError(f"shard={tuple(shard)}: it may name the data axis {data!r} and the domain axis {domain!r}")
+        raise ValueError(f"fsdp={tuple(shard)}: it may name the data axis {data!r} and the domain axis {domain!r}")
     if tensor is not None and domain in shard and not spmd:
         raise ValueError(
             f"weights sharded over {tensor!r} are DTensors on {domain!r} as well, over which FSDP2 cannot shard them, "
-            "too; use spmd=True, or leave shard out"
+            "too; use spmd=True, or leave fsdp out"
         )
     positions = [names.index(n) for n in (data, domain, tensor) if n is not None]
     if positions != sorted(positions):

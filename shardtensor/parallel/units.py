@@ -104,5 +104,5 @@ def _refusal(model: nn.Module, module: nn.Module, parameters: Collection[nn.Para
         f"{name}{type(module).__name__} has parameters of several dtypes that are in no inner module with a forward: "
         f"{', '.join(held)}. Those of a unit of FSDP2 have one dtype. Put the parameters of one dtype into a module of "
         "their own that is called; hold complex ones as real (torch.view_as_real, and torch.view_as_complex in "
-        "forward); or pass shard=() and wrap the model in DistributedDataParallel"
+        "forward); or pass fsdp=() and wrap the model in DistributedDataParallel"
     )

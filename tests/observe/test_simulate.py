@@ -38,7 +38,7 @@ def test_a_rank_does_not_see_the_last_ones_mesh():
 
 
 def test_some_ranks_only():
-    assert simulate_ranks(dist.get_rank, 1000, ranks=[0, 999]) == [0, 999]
+    assert simulate_ranks(dist.get_rank, 1000, only=[0, 999]) == [0, 999]
 
 
 def test_the_group_is_gone_after_an_error():

@@ -398,7 +398,7 @@ def test_large_worlds_are_sampled():
     assert found.ranks == (0, 4, 6, 9, 11)
     assert found.notes == ("Only the ranks [0, 4, 6, 9, 11] of 12 were run; the balance is theirs.",)
     everyone = shardtensor.explain(
-        conv, torch.empty(1, 2, sum(sizes)), mesh=12, shard=2, shard_sizes={0: sizes}, ranks=range(12)
+        conv, torch.empty(1, 2, sum(sizes)), mesh=12, shard=2, shard_sizes={0: sizes}, only=range(12)
     )
     assert len(everyone.ranks) == 12 and not everyone.notes
     assert everyone.layers[0].imbalance == pytest.approx(9 * 12 / sum(sizes), rel=0.2)
@@ -457,7 +457,7 @@ def by_rank(x):
         ({"mesh": 2, "shard": "0"}, TypeError, "tensor dim"),
         ({"mesh": 2, "shard": 0, "shard_sizes": {0: (4, 4)}}, ValueError, "add up to 9"),
         ({"mesh": 2, "shard": 0, "shard_sizes": {1: (5, 4)}}, ValueError, "mesh dims beyond"),
-        ({"mesh": 2, "shard": 0, "ranks": [2]}, ValueError, "0 to 1"),
+        ({"mesh": 2, "shard": 0, "only": [2]}, ValueError, "0 to 1"),
         ({"mesh": 2, "shard": [0, 0]}, ValueError, "2 entries"),
         ({"mesh": 2, "shard": None}, ValueError, "one rank, without shards"),
         ({"mesh": 2, "shard": 0}, RuntimeError, "same operators: call 0 is add in the model on rank 0, sin"),
@@ -551,7 +551,7 @@ READY = nn.Conv2d(3, 4, 3)
         (f"{__name__}:READY", "--shard 5", "none of the inputs"),
         (f"{__name__}:READY", "--shard 2 --shard plain", "shard has 2 entries for 1 inputs"),
         (f"{__name__}:READY", "--sizes 9+8", "2 sizes that add up to 33"),
-        (f"{__name__}:READY", "--ranks 7", "the ranks of the mesh"),
+        (f"{__name__}:READY", "--only 7", "the ranks of the mesh"),
         (f"{__name__}:READY", f"--html {Path(__file__).parent}", "--html: "),
         (f"{__name__}:reads_values", "--meta", "reads values of tensors (item of a ShardTensor)"),
     ],

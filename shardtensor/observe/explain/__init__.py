@@ -37,7 +37,7 @@ def explain(
     shard: Any,
     shard_sizes: GivenSizes | list[GivenSizes] = None,
     backward: bool | Callable[[Any], Tensor] = False,
-    ranks: Sequence[int] | None = None,
+    only: Sequence[int] | None = None,
     values: bool | None = None,
     kwargs: Mapping[str, Any] | None = None,
 ) -> Explanation:
@@ -66,7 +66,7 @@ def explain(
             inputs; or a list with an entry for each input. Default: torch.chunk's sizes.
         backward: whether to run a backward pass. A function computes the loss from the model's result. Otherwise each
             result gets a gradient in its own layout, which needs no communication.
-        ranks: the ranks to run. Default: all of up to 8 ranks. In larger worlds, the first, the middle and the last
+        only: the ranks to run. Default: all of up to 8 ranks. In larger worlds, the first, the middle and the last
             rank, and those with the largest and the smallest shard.
         values: whether tensors have values. Default: only if the model needs them.
         kwargs: keyword arguments of the model; tensors among them stay plain.
@@ -86,8 +86,8 @@ def explain(
         ((1, 8, 336, 2700),)
     """
     job = prepared(model, inputs, kwargs or {}, mesh, shard, shard_sizes, backward)
-    if ranks is not None:
-        ranks = sorted(set(ranks))
-        if not ranks or not all(0 <= rank < job.world_size for rank in ranks):
-            raise UnfitArguments(f"ranks={ranks}: give some of 0 to {job.world_size - 1}, the ranks of the mesh")
-    return explained(job, sample_of(job) if ranks is None else tuple(ranks), values)
+    if only is not None:
+        only = sorted(set(only))
+        if not only or not all(0 <= rank < job.world_size for rank in only):
+            raise UnfitArguments(f"only={only}: give some of 0 to {job.world_size - 1}, the ranks of the mesh")
+    return explained(job, sample_of(job) if only is None else tuple(only), values)

@@ -221,7 +221,7 @@ def _explained(job: Job, ranks: Sequence[int], values: bool | None) -> Explanati
     runs: list[Run] | None = None
     if not values:
         try:
-            runs = simulate_ranks(_run, job.world_size, job, without_values, ranks=ranks)
+            runs = simulate_ranks(_run, job.world_size, job, without_values, only=ranks)
         except NEEDS_VALUES as error:
             if values is not None:
                 raise
@@ -249,7 +249,7 @@ def _explained(job: Job, ranks: Sequence[int], values: bool | None) -> Explanati
                 f"this preview reads values, and the model or its inputs are on {away.pop()!r}, which cannot be read "
                 "while a process group runs: move them to the CPU, or call explain before init_process_group"
             )
-        runs = simulate_ranks(_run, job.world_size, job, nullcontext, ranks=ranks)
+        runs = simulate_ranks(_run, job.world_size, job, nullcontext, only=ranks)
     if len(ranks) < job.world_size:
         notes.append(f"Only the ranks {list(ranks)} of {job.world_size} were run; the balance is theirs.")
     return _joined(job, ranks, runs, notes)

@@ -71,7 +71,7 @@ def work_after(slices):
 
 
 def test_a_backward_does_not_search_all_slices_that_there_were():
-    few, many = (simulate_ranks(work_after, 2, n, ranks=[0])[0] for n in (20, 320))
+    few, many = (simulate_ranks(work_after, 2, n, only=[0])[0] for n in (20, 320))
     assert 0 < many <= few + 20  # caches that were filled meanwhile cost a few calls, a search hundreds
 
 
@@ -89,4 +89,4 @@ def full():
 
 def test_the_record_is_bounded(monkeypatch):
     monkeypatch.setattr(records, "MAX_RECORDED", 16)
-    assert all(simulate_ranks(full, 2, ranks=[1]))
+    assert all(simulate_ranks(full, 2, only=[1]))
