@@ -200,7 +200,7 @@ def started_by_torchrun(page: Page, folder: str) -> Iterator[None]:
         yield
     finally:
         os.chdir(here)
-        torch.set_default_device(made_on)
+        torch.set_default_device(None if made_on.type == "cpu" else made_on)  # a default of "cpu" is a mode, too
         sys.path[:] = path
         del os.environ["TORCHELASTIC_RUN_ID"]
         for name in set(sys.modules) - modules:

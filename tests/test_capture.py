@@ -332,6 +332,7 @@ def steps_are_refused():
         step, x = capture(function, warmup=1), images(0, mesh)
         step(x)
         texts.append(refused(step, text, x, compared=1))
+        gc.collect()  # the errors: a frame of torch's printing keeps functorch off
         assert "A graph repeats kernels" in texts[-1]
         assert images(0, mesh).square().sum().item() > 0
     return texts

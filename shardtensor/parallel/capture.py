@@ -175,11 +175,14 @@ class _Captured(Generic[P, R]):
         for group in groups:
             told = gather_texts(said, partial(gather_rows, group=group, device=self._stream.device))
             said = next(filter(None, told.values()), "")
-        if said:
-            raise RuntimeError(
-                f"capture: a CUDA graph cannot contain this step ({said}). A graph repeats kernels, and nothing that "
-                "the host does: read, print, decide and draw outside of the step"
-            ) from cause
+        try:
+            if said:
+                raise RuntimeError(
+                    f"capture: a CUDA graph cannot contain this step ({said}). A graph repeats kernels, and nothing "
+                    "that the host does: read, print, decide and draw outside of the step"
+                ) from cause
+        finally:  # or its frames would stay with this one: torch's printing has one that keeps functorch off
+            del cause
         self._graph, self._plans = graph, kept_plans()
         self._gradients: list[tuple[Tensor, Any]] = [(p, p.grad) for p in self._weights]
         self._fixed = {optimizer: [*map(_numbers, optimizer.param_groups)] for optimizer in self._optimizers}

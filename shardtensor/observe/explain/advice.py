@@ -168,7 +168,7 @@ def advise(
     candidates = list(search.candidates(ranks, dims, whole))
     found = []
     for i, (mesh, at, sizes) in enumerate(candidates, 1):
-        found.append(search.run(mesh, at, sizes, ranks=ends_and_middle(mesh))[0])
+        found.append(search.run(mesh, at, sizes, only=ends_and_middle(mesh))[0])
         if tried is not None:
             tried(found[-1], len(candidates) - i)
     choices = sorted((choice for choice in found if not choice.refused), key=lambda choice: choice.seconds)
@@ -219,14 +219,14 @@ class _Search:
         mesh: tuple[int, ...],
         dims: tuple[int, ...],
         sizes: dict[int, tuple[int, ...]],
-        ranks: Sequence[int] | None = None,
+        only: Sequence[int] | None = None,
     ) -> tuple[Choice, Explanation]:
         """A choice, and what was found out about it by running some ranks."""
         from . import explain
 
         lengths = [self.tensor.shape[d] for d in dims]
         shard = [dims if any(_has(t, dims, lengths) for t in tree_leaves(value)) else None for value in self.inputs]
-        layout: dict[str, Any] = {"mesh": mesh, "shard": shard if dims else None, "shard_sizes": sizes, "ranks": ranks}
+        layout: dict[str, Any] = {"mesh": mesh, "shard": shard if dims else None, "shard_sizes": sizes, "only": only}
         found = explain(self.model, *self.inputs, **layout, **self.options)
         held = {r: found.weight_bytes + found.input_bytes[r] + found.total(r, "saved_bytes") for r in found.ranks}
         choice = Choice(

@@ -136,7 +136,7 @@ class MultiheadPlan(Plan):
 
     def wide_for_free(self, device: str) -> bool:
         """As of linear layers."""
-        return device == "cuda"
+        return getattr(torch, device, None) is torch.cuda
 
     def again(self, *tensors: Any) -> Tensor:
         return _of_tensors(self.options, self.attention.attend, *tensors)[0]

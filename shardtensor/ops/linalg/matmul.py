@@ -292,7 +292,7 @@ class LinearPlan(Plan):
 
     def wide_for_free(self, device: str) -> bool:
         """See :func:`product`."""
-        return device == "cuda"
+        return getattr(torch, device, None) is torch.cuda
 
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, tuple[()]]:
         return F.linear(x, weight, bias), ()
