@@ -99,7 +99,12 @@ def network_is_captured(name):
     compare(captured, eager)
 
 
-@pytest.mark.parametrize("name", [pytest.param("globe U-Net", marks=pytest.mark.slow), "ViT", "autoencoder"])
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param("globe U-Net", marks=SLOW), pytest.param("ViT", marks=SLOW), "autoencoder"]
+)
 def test_captured_steps_are_the_eager_ones(name, emulated):
     run_distributed(network_is_captured, 2, name, timeout=200)
 
@@ -286,7 +291,9 @@ def ddp_on_the_current_stream():
         on_two_axes(lambda model, mesh: DistributedDataParallel(model, process_group=mesh.get_group()))
 
 
-@pytest.mark.parametrize("work", [ddp, ddp_on_the_current_stream, fsdp2], ids=lambda f: f.__name__)
+@pytest.mark.parametrize(
+    "work", [pytest.param(ddp, marks=SLOW), ddp_on_the_current_stream, fsdp2], ids=lambda f: f.__name__
+)
 def test_wrappers_are_captured(work, emulated):
     run_distributed(work, 4, timeout=120)
 
