@@ -53,8 +53,8 @@ MESHES = {
     "1x3": ((1, 3), {}),
     "1x2": ((1, 2), {}),
     "2x1": ((2, 1), {}),
-    "2x2 sharded over all": ((2, 2), {"shard": AXES}),
-    "2x2 spmd": ((2, 2), {"spmd": True, "shard": AXES}),
+    "2x2 sharded over all": ((2, 2), {"fsdp": AXES}),
+    "2x2 spmd": ((2, 2), {"spmd": True, "fsdp": AXES}),
     "one process": None,
 }
 

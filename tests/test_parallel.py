@@ -506,7 +506,7 @@ def collectives(expected, **options):
     [
         ({"all_reduce": 2, "reduce_scatter": 1}, {}),  # over the domain, for each layer; FSDP2 over dp
         ({"reduce_scatter": 1, "all_reduce": 1}, {"spmd": True}),  # FSDP2 over dp, then over the domain
-        ({"reduce_scatter": 1}, {"spmd": True, "shard": AXES}),  # FSDP2 over both at once
+        ({"reduce_scatter": 1}, {"spmd": True, "fsdp": AXES}),  # FSDP2 over both at once
     ],
     ids=["plain", "spmd", "spmd, sharded over all"],
 )

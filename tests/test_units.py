@@ -149,12 +149,12 @@ def test_complex_and_real_parameters():
 
 
 OTHERS = {
-    "over all": (Operator, {"units": [Spectral], "shard": AXES, "reshard_after_forward": True}),
-    "copies and shards": (Operator, {"shard": ("domain",)}),
+    "over all": (Operator, {"units": [Spectral], "fsdp": AXES, "reshard_after_forward": True}),
+    "copies and shards": (Operator, {"fsdp": ("domain",)}),
     "policy": (Operator, {"mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.float64)}),
     "spmd": (Operator, {"spmd": True}),
     "norms": (NormsInDouble, {}),
-    "norms, over all": (NormsInDouble, {"shard": AXES, "units": [nn.LayerNorm]}),
+    "norms, over all": (NormsInDouble, {"fsdp": AXES, "units": [nn.LayerNorm]}),
 }
 
 
