@@ -143,7 +143,8 @@ def write(array: Any, x: DTensor, *, index: object = (), wait: bool = True) -> P
         wait: the same on every rank.
 
     Returns:
-        With ``wait=False`` what all ranks call ``wait()`` of, in the same order: it raises what a write has raised.
+        With ``wait=False``, what all ranks call ``wait()`` of, for each write in the same order: it raises the error of
+        its own write, and of no other one.
 
     Raises:
         ValueError: on every rank: another shape; a sharded dim of which only parts of chunks are written; ranks that
@@ -154,10 +155,12 @@ def write(array: Any, x: DTensor, *, index: object = (), wait: bool = True) -> P
     Example::
 
         out = zarr.create_array("rollout.zarr", shape=(steps, 721, 1440), chunks=(1, 103, 1440), dtype="float32")
+        writing = []
         for step in range(steps):
             x = model(x)                            # (721, 1440), sharded along latitude
-            writing = write(out, x, index=step, wait=False)   # while the next step is computed
-        writing.wait()                              # the last one: the others are before it
+            writing.append(write(out, x, index=step, wait=False))   # while the next step is computed
+        for each in writing:
+            each.wait()                             # raises what this one has raised
     """
     x = x if isinstance(x, ShardTensor) else ShardTensor.from_dtensor(x)
     mesh, chosen = x.device_mesh, _chosen(array.shape, index)
