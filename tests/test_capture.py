@@ -165,10 +165,7 @@ def replayed(step, *args):
     return entered, counted.collectives
 
 
-def host_is_left_out():
-    mesh, model = shared_mesh(2), small()
-    optimizer = adam(model)
-
+def step_of(model, optimizer):
     def step(x):
         optimizer.zero_grad()
         loss = model(x).square().mean()
@@ -176,6 +173,12 @@ def host_is_left_out():
         optimizer.step()
         return loss
 
+    return step
+
+
+def host_is_left_out():
+    mesh, model = shared_mesh(2), small()
+    step = step_of(model, adam(model))
     x = images(0, mesh)
     entered, _ = replayed(step, x)
     assert len(entered) > 50
@@ -379,15 +382,7 @@ def test_other_arguments_than_captured_are_refused(emulated):
 def trained(optimizer_of, calls, between=lambda optimizer: None):
     mesh, model = shared_mesh(2), small()
     optimizer = optimizer_of(model.parameters())
-
-    def step(x):
-        optimizer.zero_grad()
-        loss = model(x).square().mean()
-        loss.backward()
-        optimizer.step()
-        return loss
-
-    step = capture(step, warmup=1)
+    step = capture(step_of(model, optimizer), warmup=1)
     losses = []
     for i in range(calls):
         losses.append(step(images(i, mesh)))
