@@ -36,7 +36,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from .._compat import PyTree, tree_leaves, tree_map
 from ..dispatch.scatter import part_at
 from ..dispatch.tensor import ShardTensor, wrap
-from ..layout.placements import check_order, first_rank, rank_at
+from ..layout.placements import check_in_mesh, check_order, first_rank, rank_at
 from ..layout.spec import ShardTensorSpec
 from ..layout.strides import as_bytes
 from ..ranks.agreement import gather_over_mesh, usable_mesh
@@ -160,8 +160,7 @@ class ShardLoader(Generic[Batch]):
         check_order(self.mesh)
         ranks = self.mesh.mesh.flatten().tolist()
         self.source: int = first_rank(self.mesh) if source is None else source
-        if self.source not in ranks:
-            raise ValueError(f"source={source} is not in the mesh {self.mesh.mesh.tolist()}; name a global rank of it")
+        check_in_mesh("source", self.source, self.mesh)
         self.is_source = dist.get_rank() == self.source
         self.loader: Any = loader if self.is_source else None
         self._layout = Layout(self.mesh, placements, shard_sizes)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from itertools import product
-from typing import Any, NamedTuple, SupportsIndex
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -20,7 +20,7 @@ from torch.distributed.tensor.placement_types import Placement
 from .._compat import not_in_graphs
 from .._compat.c10d import c10d_messages, group_along, is_eager
 from ..layout.geometry import intervals_of
-from ..layout.placements import ShardSizes, first_rank, given_placements, rank_at
+from ..layout.placements import ShardSizes, check_in_mesh, first_rank, given_placements, rank_at
 from ..layout.spec import ShardTensorSpec
 from ..layout.strides import as_bytes
 from ..ranks.agreement import (
@@ -205,7 +205,7 @@ def gather_tensor(
     x = x if isinstance(x, ShardTensor) else ShardTensor.from_dtensor(x)
     mesh = x.device_mesh
     destination = first_rank(mesh) if destination is None else destination
-    _check_in_mesh("destination", destination, mesh)
+    check_in_mesh("destination", destination, mesh)
     x = redistribute_to(x, x._spec.for_gradient())
     spec, local = x._spec, x.to_local().resolve_conj().resolve_neg().contiguous()
     record_over_mesh(f"gather_tensor to rank {destination} of {spec.in_short}", mesh)
@@ -233,16 +233,9 @@ def gather_tensor(
     return whole
 
 
-def _check_in_mesh(name: str, rank: object, mesh: DeviceMesh) -> None:
-    if not isinstance(rank, SupportsIndex):
-        raise TypeError(f"{name} must be a rank, an integer, not {rank!r}")
-    if not bool((mesh.mesh == int(rank)).any()):
-        raise ValueError(f"{name}={rank} is not in the mesh {mesh.mesh.tolist()}; name a global rank of the mesh")
-
-
 def _check_arguments(src: int, mesh: DeviceMesh, placements: Sequence[Placement]) -> None:
     """What every rank can see by itself."""
-    _check_in_mesh("source", src, mesh)
+    check_in_mesh("source", src, mesh)
     _check_placements("scatter_tensor", placements)
 
 

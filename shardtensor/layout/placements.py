@@ -6,7 +6,7 @@ import zlib
 from collections.abc import Mapping, Sequence
 from functools import cache, lru_cache
 from operator import index
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, SupportsIndex
 
 import torch
 import torch.distributed as dist
@@ -102,6 +102,14 @@ def mesh_coordinate(mesh: DeviceMesh) -> tuple[int, ...]:
 def first_rank(mesh: DeviceMesh) -> int:
     """The global rank that is first in ``mesh``."""
     return rank_at(mesh, (0,) * mesh.ndim)
+
+
+def check_in_mesh(name: str, rank: object, mesh: DeviceMesh) -> None:
+    """TypeError or ValueError where ``name``, which a caller has passed, is no global rank of ``mesh``."""
+    if not isinstance(rank, SupportsIndex):
+        raise TypeError(f"{name} must be a rank, an integer, not {rank!r}")
+    if not bool((mesh.mesh == int(rank)).any()):
+        raise ValueError(f"{name}={rank} is not in the mesh {mesh.mesh.tolist()}; name a global rank of the mesh")
 
 
 def rank_at(mesh: DeviceMesh, at: tuple[int, ...]) -> int:

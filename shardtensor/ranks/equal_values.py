@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from .._compat.c10d import group_along
 from ..errors import MOVE_THE_MODEL
-from ..layout.placements import first_rank, given_mesh
+from ..layout.placements import check_in_mesh, first_rank, given_mesh
 from ..layout.strides import as_bytes
 from .agreement import check_same, gather_over_mesh, show
 from .failures import communicating
@@ -125,9 +125,8 @@ def synchronize(model: nn.Module, mesh: DeviceMesh, *, source: int | None = None
     tensors = [*model.named_parameters(), *model.named_buffers()]
     lines = [line_of(name, tensor) for name, tensor in tensors]
     check_same("model's parameters and buffers", [f"source={source}", *lines], mesh)
+    check_in_mesh("source", source, mesh)
     found = (mesh.mesh == source).nonzero().tolist()
-    if not found:
-        raise ValueError(f"source={source} is not in the mesh {mesh.mesh.tolist()}; name a global rank of the mesh")
     copies = [copy_of(name, tensor, mesh) for name, tensor in tensors]
     for name, parameter in model.named_parameters():
         if not offloaded and parameter.device.type != mesh.device_type:

@@ -670,7 +670,7 @@ def test_ranks_in_different_numbers_of_groups():
 
 
 def bad_source():
-    with pytest.raises(ValueError, match=r"source=9 is not in the mesh \[., .\]; name a global rank of it"):
+    with pytest.raises(ValueError, match=r"source=9 is not in the mesh \[., .\]; name a global rank of the mesh"):
         ShardLoader([], domain(), source=9)
     with pytest.raises(RuntimeError, match="no mesh was given"):
         ShardLoader([])
