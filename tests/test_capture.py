@@ -185,7 +185,7 @@ def host_is_left_out():
     step = capture(step, warmup=1)
     step(x), step(x)
     # The helper's own, an attribute of the argument, and what makes a ShardTensor of the loss.
-    most = {"parallel/capture.py", "dispatch/tensor.py:requires_grad", "dispatch/conversions.py:wrap"}
+    most = {"parallel/capture.py", "dispatch/tensor.py:requires_grad", "dispatch/tensor.py:wrap"}
     entered, sent = replayed(step, x)
     assert "parallel/capture.py" in entered and entered <= most and not sent
 

@@ -36,7 +36,6 @@ from ..layout.spec import ShardTensorSpec
 from ..layout.strides import apart
 from ..ranks.first_use import PlainOperands
 from ..ranks.history import here
-from .conversions import wrap
 from .copies import Back, Moved, check_written, note_copies, note_write, represents_view
 from .found import INDICES, note_views, raise_versions
 from .gathering import STRIDED, gathered
@@ -69,6 +68,7 @@ from .planning import (
     returns_view,
 )
 from .registry import OPERATORS, RANDOM, REFUSED, REMEDY, UNKNOWN, function_of, rule_of
+from .tensor import wrap
 
 _aten = torch.ops.aten
 

@@ -17,9 +17,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from .._compat import DisableTorchFunction, wrap_functions
-from .conversions import is_shard_tensor, redistribute_to, to_dtensor
 from .planning import spec_of
-from .tensor import ShardTensor
+from .tensor import ShardTensor, redistribute_to, to_dtensor
 from .written import WrittenTensor, is_of_written
 
 # What a gradient becomes that is a ShardTensor.
@@ -49,7 +48,7 @@ def _node(cls: Any, outputs: Sequence[Any]) -> Any:
 
 def _completion(tensor: Any) -> _Completion | None:
     """What becomes of the gradient of an argument; None where it may be a ShardTensor, or there is none."""
-    if not tensor.requires_grad or is_shard_tensor(tensor):
+    if not tensor.requires_grad or isinstance(tensor, ShardTensor):
         return None
     if isinstance(tensor, DTensor):
         spec = spec_of(tensor).for_contributions()
@@ -59,7 +58,7 @@ def _completion(tensor: Any) -> _Completion | None:
 
 def _complete(completions: Sequence[_Completion | None], grads: Sequence[Any], _: Any) -> tuple[Any, ...]:
     return tuple(
-        grad if complete is None or not is_shard_tensor(grad) else complete(grad)
+        grad if complete is None or not isinstance(grad, ShardTensor) else complete(grad)
         for complete, grad in zip(completions, grads, strict=True)
     )
 

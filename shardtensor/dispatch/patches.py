@@ -25,13 +25,11 @@ from typing import Any
 import wrapt
 from torch.overrides import handle_torch_function
 
-from .._compat import function_modes_enabled, register_scripting, transforms_active
-from .._compat.functorch import forward_mode
+from .._compat import function_modes_enabled, register_scripting
 from .._compat.replaced import find, put, when_imported
 from ..errors import refuse
-from . import levels
-from .plain_tensors import explain
-from .tensor import ShardTensor, call_registered
+from .entry import enter
+from .tensor import ShardTensor
 from .written import WrittenTensor, call_on_sharded
 
 
@@ -109,25 +107,16 @@ class PatchedFunction(wrapt.FunctionWrapper):  # type: ignore[type-arg]  # not g
                 return call_on_sharded(self, args, kwargs)
         if function_modes_enabled() and type(self) is PatchedFunction:  # of a method they see what it calls
             return handle_torch_function(self, _operands((*args, *kwargs.values())), *args, **kwargs)
-        try:
-            if transforms_active() or forward_mode._current_level >= 0:
-                result = levels.carried_out(wrapped, args, kwargs)
-                if result is not NotImplemented:
-                    return result
-            result = call_registered(wrapped, args, kwargs)
-        except Exception as error:
-            explain(wrapped, args, kwargs, error)
-            raise
-        if result is not NotImplemented:
-            return result
-        if self._self_patch.required:
-            raise refuse(
-                f"{self._self_patch.module}.{self._self_patch.name}",
-                _operands(args) or _operands(kwargs.values()),
-                "no distributed form is registered",
-                "call it on to_local() of replicated tensors, or register a handler with shardtensor.extend.register",
-            )
-        return wrapped(*args, **kwargs)
+        otherwise = self._refused if self._self_patch.required else wrapped
+        return enter(ShardTensor, wrapped, (ShardTensor,), args, kwargs, otherwise=otherwise)
+
+    def _refused(self, *args: Any, **kwargs: Any) -> None:
+        raise refuse(
+            f"{self._self_patch.module}.{self._self_patch.name}",
+            _operands(args) or _operands(kwargs.values()),
+            "no distributed form is registered",
+            "call it on to_local() of replicated tensors, or register a handler with shardtensor.extend.register",
+        )
 
     def __reduce_ex__(self, protocol: object) -> Any:
         return pkgutil.resolve_name, (f"{self._self_patch.module}:{self._self_patch.name}",)

@@ -1,69 +1,58 @@
-"""``ShardTensor``: a DTensor whose shards may have any sizes."""
+"""``ShardTensor``, a DTensor whose shards may have any sizes, and what autograd sees of conversions to and from it.
+
+What torch calls for each function and operator, ``__torch_function__`` and ``__torch_dispatch__``, is in ``entry.py``:
+these stand above the operators, and this class below.
+
+[Note: gradients are global] A gradient is a ShardTensor like any other: a global value in some placement. The
+gradient of a Partial is Replicate (each contribution has the derivative of the sum); every other gradient may arrive
+in any layout, and whoever needs a particular one redistributes. In two places, ``from_local`` and leaf tensors,
+gradients are put into the layout of the tensor they belong to.
+"""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from .._compat import (
+    AutogradFunction,
     DisableTorchFunction,
-    OpOverload,
+    DTensorSpec,
     TensorMeta,
+    alias,
     claim_dispatch,
-    counting_writes,
     is_traced,
     keep_static,
     new_wide_wrapper,
     new_wrapper,
     not_in_graphs,
-    tracing,
+    same_memory,
+    saved_tensors_hooked,
     transforms_active,
     uncached,
     unflattened,
 )
-from .._compat.functorch import forward_mode
-from ..errors import UnsupportedSharding, refuse
+from ..communication.redistribute import redistribute_local, rounded
+from ..errors import refuse
 from ..layout.placements import ShardSizes, check_own_shard, normalize_placements
 from ..layout.spec import ShardTensorSpec, SizedPlacements
-from ..layout.strides import is_dense
+from ..layout.strides import dense_stride, is_dense
 from ..ranks.agreement import MAX_NDIM, agree_on_local, compare_histories
-from ..ranks.first_use import forget_operands
-from ..ranks.history import here
-from . import chunks, conversions, levels, torch_functions
-from .aten_calls import run
-from .conversions import as_gradient, from_part, makes_tensors, promote, redistribute_to, to_part, wrap
-from .copies import count_writes, share_writes
-from .found import INDICES
+from . import chunks
+from .copies import check_current
+from .levels import InsideLevels
 from .open_layouts import close
-from .plain_tensors import explain, local_size_error, writes
-from .planning import SCALARS, converted
-from .registry import FUNCTIONS, Refusal, register
-from .torch_functions import call_registered
-from .written import LISTS, MAY_BE_WRITTEN, WrittenTensor, call_on_sharded, write_to_plain
-
-__all__ = [
-    "ShardTensor",
-    "as_gradient",
-    "call_registered",
-    "from_part",
-    "mark_leaf",
-    "promote",
-    "redistribute_to",
-    "run",
-    "to_part",
-    "wrap",
-]
+from .planning import converted, has_owner, meta_of, reduced_by_dtensor, replicated_spec, spec_of
 
 
-@makes_tensors
 class ShardTensor(DTensor):
     """A tensor sharded over a device mesh, with shards of any sizes, that acts like the global tensor.
 
@@ -141,7 +130,7 @@ class ShardTensor(DTensor):
                                        shard_sizes=(5, 3))  # x.shape == (8, 4)
         """
         local_tensor, spec = agree_on_local(local_tensor, device_mesh, placements, shard_sizes)
-        return conversions.from_local(local_tensor, spec)
+        return from_local(local_tensor, spec)
 
     @staticmethod
     def from_dtensor(dtensor: DTensor) -> ShardTensor:
@@ -157,7 +146,7 @@ class ShardTensor(DTensor):
         """
         if isinstance(dtensor, DTensor) and dtensor.device.type != dtensor.device_mesh.device_type != "meta":
             dtensor = dtensor.to(dtensor.device_mesh.device_type)  # type: ignore[assignment]
-        return conversions.from_dtensor(dtensor)
+        return from_dtensor(dtensor)
 
     def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> Tensor:
         """Return this rank's shard, copy or contribution as a plain tensor. Differentiable.
@@ -259,49 +248,6 @@ class ShardTensor(DTensor):
 
     # -- torch's protocols --------------------------------------------------------------------------------
 
-    @classmethod
-    def __torch_function__(
-        cls,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        given, kwargs = args, kwargs or {}
-        if len(types) > 1 and WrittenTensor in types:
-            return call_on_sharded(func, args, kwargs)
-        try:
-            if transforms_active() or forward_mode._current_level >= 0:
-                result = levels.carried_out(func, args, kwargs)
-                if result is not NotImplemented:
-                    return result
-            if args and type(args[0]) in _TARGETS and writes(func):
-                result = write_to_plain(func, args, kwargs)
-                if result is not NotImplemented:
-                    return result
-            if kwargs.get("out") is not None:
-                return torch_functions.write_out(func, args, kwargs)
-            if func in FUNCTIONS or isinstance(func, OpOverload):
-                result = call_registered(func, args, kwargs)
-                if result is not NotImplemented:
-                    return result
-            if not _AS_THEY_ARE.issuperset(map(type, (*args, *kwargs.values()) if kwargs else args)):
-                args, kwargs = torch_functions.promote_operands(func, args, kwargs)
-            return DTensor.__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
-        except Exception as error:
-            forget_operands((*given, *kwargs.values()))
-            torch_functions.raise_of_torchscript(func, error)
-            explain(func, given, kwargs, error)
-            raise
-
-    @classmethod
-    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def, override]
-        try:
-            return run(func, args, kwargs or {})
-        except UnsupportedSharding as error:
-            here.refused = str(error)
-            raise
-
     def __array_function__(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         """NumPy's functions. What calls a method with NumPy's arguments, which torch has not, gets arrays instead."""
         try:
@@ -395,13 +341,272 @@ class ShardTensor(DTensor):
 
 
 claim_dispatch(ShardTensor)
-claim_dispatch(WrittenTensor)
 
 
-# What a call may have besides tensors to promote.
-_AS_THEY_ARE = SCALARS | {ShardTensor}
-# What it may write to besides ShardTensors.
-_TARGETS = MAY_BE_WRITTEN | LISTS
+# -- wrapping ----------------------------------------------------------------------------------------------------------
+
+
+def wrap(local: Tensor, spec: ShardTensorSpec) -> ShardTensor:
+    """A ShardTensor around ``local``, which must have the shape that the spec says. Not differentiable."""
+    if local.shape != spec.own_shape:
+        raise RuntimeError(
+            f"the local tensor has shape {tuple(local.shape)} instead of {tuple(spec.own_shape)}, for {spec} at "
+            f"{spec.coordinate}. If it was resized or exchanged in place (_local_tensor.resize_(), set_()), make a new "
+            "ShardTensor with from_local instead; otherwise please report it"
+        )
+    if local._is_zerotensor():  # below __torch_dispatch__ kernels would read the memory that it lacks
+        local = torch.zeros_like(local)
+    make: Any = new_wrapper
+    if local.dtype is not spec.tensor_meta.dtype:
+        local = rounded(local, spec)
+        make = new_wide_wrapper if spec.is_wide(local) else new_wrapper
+    made: ShardTensor = make(ShardTensor, local, spec, requires_grad=False)
+    return made
+
+
+# -- conversions -------------------------------------------------------------------------------------------------------
+
+
+def from_part(local: Tensor, spec: ShardTensorSpec) -> ShardTensor:
+    """What was computed from local parts as this rank's part of a ShardTensor. Differentiable."""
+    if local.requires_grad and torch.is_grad_enabled():
+        return from_local(local, spec)
+    return wrap(local, spec if local.stride() == spec.tensor_meta.stride else _with_strides_of(local, spec))
+
+
+def from_local(local: Tensor, spec: ShardTensorSpec) -> ShardTensor:
+    """A local tensor of the caller's as this rank's part of a ShardTensor, which shares its memory."""
+    made: ShardTensor = _FromLocal.apply(local, spec)
+    return made
+
+
+def to_part(
+    tensor: Any,
+    grad_spec: ShardTensorSpec,
+    dtype: torch.dtype | None = None,
+    *,
+    may_be_absent: bool = False,
+    guarded: bool = False,
+) -> Tensor:
+    """The local tensor of a ShardTensor as it is held, or in ``dtype``.
+
+    Differentiable; ``grad_spec`` is the layout in which its gradient arrives.
+
+    Args:
+        may_be_absent: every rank has a gradient, or none has. Otherwise an absent one becomes zero: some kernels of
+            torch give none on a rank without elements, and the others would wait for that rank.
+        guarded: torch refuses what writes to the result, of which the ShardTensor would not know.
+    """
+    if tensor._viewed is not None:
+        check_current("to_local", tensor, communicates=False)
+    local: Tensor = tensor._local_tensor
+    if torch.is_grad_enabled() and tensor.requires_grad:
+        local = _ToLocal.apply(tensor, grad_spec, dtype, may_be_absent, guarded)
+    elif dtype is not None:
+        local = local.to(dtype)
+    return local
+
+
+def from_dtensor(dtensor: DTensor) -> ShardTensor:
+    """A DTensor as a ShardTensor; its gradient comes back as contributions."""
+    if isinstance(dtensor, ShardTensor):
+        return dtensor
+    if not isinstance(dtensor, DTensor):
+        raise TypeError(f"from_dtensor takes a DTensor, not {type(dtensor).__name__}; use from_local")
+    dtensor = reduced_by_dtensor(dtensor)
+    made: ShardTensor = _FromDTensor.apply(dtensor, spec_of(dtensor))
+    return made
+
+
+def to_dtensor(grad: Any, spec: ShardTensorSpec) -> DTensor:
+    """A gradient as a DTensor, in this layout, that of torch.chunk's shards."""
+    made: DTensor = _ToDTensor.apply(_laid_out(grad, spec))
+    return made
+
+
+def redistribute_to(tensor: Any, target: ShardTensorSpec) -> ShardTensor:
+    """``tensor``, a ShardTensor, in the layout of ``target``, differentiably; itself where it has that already."""
+    if tensor._viewed is not None:
+        check_current("redistribute", tensor)
+    spec, moved = tensor._spec, tensor
+    if not spec.lies_like(target):
+        # The layout of what may have another dtype: the eigenvectors of a real matrix are complex.
+        moved = _Redistribute.apply(tensor, target.with_dtype(spec.tensor_meta.dtype))
+    result: ShardTensor = moved
+    return result
+
+
+def promote(tensor: Tensor, mesh: DeviceMesh) -> ShardTensor:
+    """A tensor as a ShardTensor: a plain one, equal on every rank, replicated on ``mesh``. Differentiable."""
+    if isinstance(tensor, DTensor):
+        return from_dtensor(tensor)
+    if tensor.device.type != mesh.device_type:
+        raise ValueError(f"a plain tensor on {tensor.device} meets a ShardTensor on a mesh of {mesh.device_type}")
+    meta = TensorMeta(tensor.shape, tensor.stride(), tensor.dtype)
+    made: ShardTensor = _FromLocal.apply(tensor, replicated_spec(mesh, meta))
+    return made
+
+
+def as_gradient(grad: Any, spec: ShardTensorSpec) -> Any:
+    """A gradient, in whatever layout it arrives (a plain one counts as replicated), in the layout of ``spec``.
+
+    None, an undefined gradient, stays None.
+    """
+    target = spec._reduced or spec
+    if grad is None or getattr(grad, "_spec", None) is target:
+        return grad
+    return _laid_out(grad, target)
+
+
+def _laid_out(grad: Any, target: ShardTensorSpec) -> Any:
+    if transforms_active():
+        raise InsideLevels.at("backward", (grad, target), {})
+    grad = promote(grad, target.mesh)
+    if grad._spec.lies_like(target):
+        return grad
+    return _Redistribute.apply(grad, grad._spec.replace(placements=target.placements, sizes=target.sizes))
+
+
+def _with_strides_of(local: Tensor, spec: ShardTensorSpec) -> ShardTensorSpec:
+    """A whole tensor's views depend on its true strides."""
+    return spec.replace(meta=meta_of(local)) if spec.is_replicate() else spec
+
+
+def _wrap_detached(local: Tensor, spec: ShardTensorSpec) -> ShardTensor:
+    return wrap(local.detach(), spec if local.stride() == spec.tensor_meta.stride else _with_strides_of(local, spec))
+
+
+class _FromDTensor(AutogradFunction):
+    """A DTensor as a ShardTensor. Both are the same global value, and so are their gradients, of every order.
+
+    torch's ``to_local`` and ``from_local`` lead over local tensors, whose gradients are in a placement that depends on
+    the order. Here each class is converted by the other's gradient.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, dtensor: DTensor, spec: ShardTensorSpec) -> Any:
+        ctx.set_materialize_grads(False)
+        ctx.grad_spec = spec.for_contributions()
+        return _wrap_detached(dtensor._local_tensor, spec)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> Any:
+        return None if grad is None else to_dtensor(grad, ctx.grad_spec), None
+
+
+class _ToDTensor(AutogradFunction):
+    """A ShardTensor of torch.chunk's shards as a DTensor."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Any) -> Any:
+        ctx.set_materialize_grads(False)
+        spec, local = tensor._spec, tensor.to_local()
+        ctx.mesh = spec.mesh
+        # The strides of a shard without elements say nothing, and autograd's copies depend on what the DTensor's are.
+        order = local.stride() if local.numel() else spec.tensor_meta.stride
+        meta = TensorMeta(spec.shape, dense_stride(spec.shape, order), local.dtype)
+        made: Any = new_wrapper
+        return made(DTensor, local.detach(), DTensorSpec(spec.mesh, spec.placements, meta), requires_grad=False)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> Any:
+        return grad if grad is None else promote(_on_one_axis_each(grad), ctx.mesh)
+
+
+def _on_one_axis_each(grad: Any) -> Any:
+    """A gradient that DTensor's own operators sharded along one dim on several mesh dims, on the first of these."""
+    if isinstance(grad, ShardTensor) or not isinstance(grad, DTensor):
+        return grad
+    placements = list(grad.placements)
+    for m, p in enumerate(placements):
+        if p.is_shard() and p in placements[:m]:
+            placements[m] = Replicate()
+    return grad if placements == list(grad.placements) else grad.redistribute(placements=placements)
+
+
+class _FromLocal(AutogradFunction):
+    @staticmethod
+    def forward(ctx: Any, local: Tensor, spec: ShardTensorSpec, grad_spec: ShardTensorSpec | None = None) -> Any:
+        ctx.set_materialize_grads(False)
+        ctx.spec = spec
+        ctx.grad_spec = spec.for_gradient() if grad_spec is None else grad_spec
+        if saved_tensors_hooked():
+            # A checkpoint recomputes when a saved tensor is asked for, until it has all of them. What torch's kernels
+            # save depends on the shard, and some save nothing of an empty one: that rank would communicate less. Here
+            # all ranks save something last, and ask for it first.
+            ctx.save_for_backward(local.new_empty(0))
+        return _wrap_detached(local, spec)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> Any:
+        _ = ctx.saved_tensors
+        if grad is None:
+            return None, None, None
+        if getattr(grad, "_spec", None) is not ctx.grad_spec:
+            grad = _laid_out(grad, ctx.grad_spec)
+        if not torch.is_grad_enabled():
+            return grad.to_local(), None, None
+        return grad.to_local(grad_placements=_twice(ctx.spec, ctx.grad_spec)), None, None
+
+
+def _twice(spec: ShardTensorSpec, grad_spec: ShardTensorSpec) -> list[Placement]:
+    """How derivatives by the gradient in ``grad_spec`` of a tensor with this spec lie on the ranks.
+
+    What they contribute to a Partial is different: so is what they do with its one gradient. Their contributions to a
+    gradient all have the derivative of the sum.
+    """
+    found = list(grad_spec.placements)
+    for m, (p, q) in enumerate(zip(spec.placements, grad_spec.placements, strict=True)):
+        if q.is_partial():
+            found[m] = Replicate()
+        elif p.is_partial() and q.is_replicate():
+            found[m] = Partial()
+    return found
+
+
+class _ToLocal(AutogradFunction):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        tensor: Any,
+        grad_spec: ShardTensorSpec,
+        dtype: torch.dtype | None,
+        may_be_absent: bool,
+        guarded: bool,
+    ) -> Tensor:
+        ctx.set_materialize_grads(not may_be_absent)
+        ctx.spec, ctx.grad_spec = tensor._spec, grad_spec
+        local: Tensor = tensor._local_tensor
+        if dtype is not None and local.dtype is not dtype:
+            return local.to(dtype)
+        return alias(local) if guarded else local.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> Any:
+        if grad is not None and torch.is_grad_enabled():
+            twice = ctx.grad_spec.replace(placements=_twice(ctx.spec, ctx.grad_spec))
+            grad = _FromLocal.apply(grad, ctx.grad_spec, twice)
+        elif grad is not None:
+            grad = from_part(grad, ctx.grad_spec)
+        return grad, None, None, None, None
+
+
+class _Redistribute(AutogradFunction):
+    @staticmethod
+    def forward(ctx: Any, tensor: Any, target: ShardTensorSpec) -> Any:
+        ctx.set_materialize_grads(False)
+        ctx.source = tensor._spec
+        local = redistribute_local(tensor._local_tensor, tensor._spec, target)
+        if same_memory(local, tensor._local_tensor):
+            # A slice must not keep the whole tensor alive; an alias of the whole is one.
+            local = alias(local) if local.shape == tensor._local_tensor.shape else local.clone()
+        return wrap(local, target)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> Any:
+        if grad is not None and has_owner(ctx.source):  # nobody else needs it
+            return _laid_out(grad, ctx.source), None
+        return as_gradient(grad, ctx.source), None
 
 
 # -- leaves -----------------------------------------------------------------------------------------------
@@ -426,75 +631,6 @@ def _as_leaf_gradient(spec: ShardTensorSpec, grad: Any) -> Any:
     if grad is None or is_dense(grad._local_tensor):
         return grad
     return grad.clone() if torch.is_grad_enabled() else wrap(grad._local_tensor.clone(), grad._spec)
-
-
-@register(Tensor.requires_grad_)
-def _requires_grad_(self: ShardTensor, requires_grad: bool = True) -> Any:
-    return mark_leaf(self, requires_grad) if isinstance(self, ShardTensor) else NotImplemented
-
-
-register(Tensor.share_memory_)(
-    Refusal("share_memory_", __name__, "a ShardTensor has no storage of its own", "share its to_local()")
-)
-
-
-@register(Tensor.data.__get__)  # type: ignore[attr-defined]
-def _data(self: Any, *_: Any) -> Any:
-    """A tensor with its own version, as in torch. Writes to it still update views that are copies."""
-    if type(self) is not ShardTensor:
-        return NotImplemented
-    if self.dtype in INDICES or self.is_inference():  # what is found about indices counts for one version of them
-        return self.detach()
-    with DisableTorchFunction():
-        data = self.data
-    share_writes(self, data)
-    count_writes()
-    return data
-
-
-@register(torch.detach, Tensor.detach)
-def _detach_in_program(self: Any) -> Any:
-    if type(self) is not ShardTensor or self.is_inference() or is_traced(self._local_tensor):
-        return NotImplemented
-    with DisableTorchFunction():
-        detached = self.detach()
-    share_writes(self, detached)
-    return detached
-
-
-@register(Tensor.data.__set__)  # type: ignore[attr-defined]
-def _set_data(self: ShardTensor, value: Tensor) -> None:
-    """``x.data = value``: x gets the value, in its own layout, and where that is the value's too, its memory."""
-    if value.shape != self.shape:
-        reason = f"a tensor of shape {tuple(self.shape)} is assigned data of shape {tuple(value.shape)}"
-        refused = refuse("data", [self, value], reason, "make a new tensor, whose shards have their own sizes")
-        raise local_size_error("data", [self, value], reason) or refused
-    value = promote(value.detach(), self.device_mesh)
-    spec = value._spec.with_layout(self._spec.layout)
-    with torch.no_grad():
-        local = redistribute_to(value, spec).to_local()
-    if value.dtype != self.dtype:
-        with DisableTorchFunction():
-            Tensor.data.__set__(self, wrap(local, spec))  # type: ignore[attr-defined]
-    self._local_tensor, self._spec = local, spec
-    self._copied, self._viewed, self._found = (), None, None
-
-
-@register(Tensor._is_view)
-def _is_view(self: ShardTensor) -> Any:
-    """torch.compile would build views anew, and cannot where one is a copy or has dims of length 1."""
-    return False if tracing() else NotImplemented
-
-
-@register(torch.ops.aten.detach.default)
-def _detach(self: Any) -> Any:
-    """The most frequent view: autograd makes it of results that it keeps."""
-    if type(self) is not ShardTensor or self._viewed is not None or self._open is not None or self.dtype in INDICES:
-        return NotImplemented
-    return wrap(_detached(self._local_tensor), self._spec)
-
-
-_detached = counting_writes(Tensor.detach)
 
 
 def _as_array(a: Any) -> Any:

@@ -24,7 +24,7 @@ import gc
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 from weakref import WeakValueDictionary
 
 import torch
@@ -38,6 +38,7 @@ from .._compat import (
     FunctionalTensor,
     breaking_graph,
     called_with,
+    claim_dispatch,
     exchange_memory,
     made_without_grad,
     sets_hooks,
@@ -46,14 +47,11 @@ from .._compat import (
     whole_of,
 )
 from ..errors import refuse
-from .conversions import is_shard_tensor, promote, redistribute_to, to_part
 from .metrics import warn_of_state
 from .open_layouts import Take, leave_open, taken_by_index
 from .plain_tensors import writes
 from .planning import converted, flat
-
-if TYPE_CHECKING:
-    from .tensor import ShardTensor
+from .tensor import ShardTensor, promote, redistribute_to, to_part
 
 # Classes of plain tensors, but for parameters; previews have tensors without data.
 PLAIN = frozenset({Tensor, FakeTensor})
@@ -107,6 +105,9 @@ class WrittenTensor(Tensor):
     @property  # type: ignore[misc]
     def __class__(self) -> type[ShardTensor]:  # type: ignore[override]  # for isinstance()
         return type(self.sharded)
+
+
+claim_dispatch(WrittenTensor)
 
 
 def call_on_sharded(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -203,11 +204,11 @@ def write_to_plain(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[s
     is_list = isinstance(written, (list, tuple))
     if is_list and not all(type(t) in MAY_BE_WRITTEN for t in written):
         return NotImplemented
-    operands = [a for a in flat(args, kwargs) if is_shard_tensor(a)]
+    operands = [a for a in flat(args, kwargs) if isinstance(a, ShardTensor)]
     if operands and not is_list:
         warn_of_state(written, operands[0]._spec.mesh)
     if not any(a._spec.sharded_dims() for a in operands):  # every rank writes the same to its own, which stays plain
-        given = converted(lambda a: _of_every_rank(a) if is_shard_tensor(a) else a, args, kwargs)
+        given = converted(lambda a: _of_every_rank(a) if isinstance(a, ShardTensor) else a, args, kwargs)
         return func(*given[0], **given[1])
     if is_list or tracing():
         return NotImplemented

@@ -23,8 +23,8 @@ from torch.overrides import TorchFunctionMode
 from .._compat import tree_flatten, tree_unflatten
 from .._compat.functorch import batched_inputs, first_node_after, flattened_like, is_made_since
 from ..context import Setting
-from ..dispatch.conversions import from_dtensor, from_part, is_shard_tensor, promote, redistribute_to, to_part
 from ..dispatch.levels import InsideLevels
+from ..dispatch.tensor import ShardTensor, from_dtensor, from_part, promote, redistribute_to, to_part
 from ..errors import refuse
 from ..layout.geometry import aligned_sizes
 from ..layout.placements import AxisLayout
@@ -107,7 +107,7 @@ def _rows_of(dims: Sequence[int | None], tensors: Sequence[Any]) -> _Rows | None
     """How the mapped dim is sharded; None if another dim is, or nothing is a ShardTensor."""
     found: _Rows | None = None
     for dim, t in zip(dims, tensors, strict=True):
-        if not is_shard_tensor(t):
+        if not isinstance(t, ShardTensor):
             continue
         if found is None:
             found = _Rows(t.device_mesh, None, ())
@@ -160,12 +160,12 @@ def _local_parts(rows: _Rows, dims: Sequence[int | None], tensors: Sequence[Any]
     result = list(tensors)
     shared = []
     for i, (dim, t) in enumerate(zip(dims, tensors, strict=True)):
-        shared.append(dim is None and isinstance(t, Tensor) and not is_shard_tensor(t))
+        shared.append(dim is None and isinstance(t, Tensor) and not isinstance(t, ShardTensor))
         if dim is not None:
             t = promote(t, rows.mesh)
             t = redistribute_to(t, rows.spec(t.shape, dim, t.dtype))
             result[i] = to_part(t, t._spec)
-        elif is_shard_tensor(t):
+        elif isinstance(t, ShardTensor):
             t = redistribute_to(t, t._spec.replicated())
             result[i] = to_part(t, t._spec.with_axes({m: AxisLayout(Partial()) for m in rows.mesh_dims}))
     if rows.mesh_dims and any(shared):

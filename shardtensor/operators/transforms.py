@@ -34,11 +34,10 @@ from torch.func import grad, grad_and_value, hessian, jacfwd, jacrev, jvp, linea
 
 from .._compat import AutogradFunction, alias, transforms_active, tree_flatten, tree_leaves, tree_map, tree_unflatten
 from .._compat.functorch import make_dual, replace_transforms, replaced_arguments, sliced_arguments, traces_graph
-from ..dispatch.conversions import as_gradient, is_shard_tensor, wrap
 from ..dispatch.gradients import NotTwice, for_tangents
 from ..dispatch.levels import InsideLevels, pushes_forward
 from ..dispatch.registry import TRANSFORMS, Support
-from ..dispatch.tensor import mark_leaf
+from ..dispatch.tensor import ShardTensor, as_gradient, mark_leaf, wrap
 from ..errors import refuse
 from .mapping import draws_are_captured, mapped, met, random_states
 from .tangents import pushing_tangents
@@ -59,7 +58,7 @@ def _either(name: str, torchs: Function) -> Function:
     def transform(*args: Any, **kwargs: Any) -> Any:
         if not dist.is_initialized():
             return torchs(*args, **kwargs)
-        if not any(map(is_shard_tensor, tree_leaves((args, kwargs)))):
+        if not any(isinstance(t, ShardTensor) for t in tree_leaves((args, kwargs))):
             if transforms_active():
                 return torchs(*args, **kwargs)
             before = None if draws_are_captured() else random_states()
@@ -82,7 +81,7 @@ def _of_no_shards(unpack_dual: Function) -> Function:
 
     @wraps(unpack_dual)
     def unpacked(dual: Any, *args: Any, **kwargs: Any) -> Any:
-        if is_shard_tensor(dual) and traces_graph():
+        if isinstance(dual, ShardTensor) and traces_graph():
             reason = "its graph would have derivatives by weights, which torch's has as constants"
             raise refuse("torch.func.linearize", [dual], reason, _PUSH)
         return unpack_dual(dual, *args, **kwargs)
@@ -113,7 +112,7 @@ def _leaf(tensor: Any, surrounded: bool) -> Any:
     if surrounded and tensor.requires_grad:
         return _Alias.apply(tensor)
     new = tensor.detach()
-    return mark_leaf(new) if is_shard_tensor(new) else new.requires_grad_()
+    return mark_leaf(new) if isinstance(new, ShardTensor) else new.requires_grad_()
 
 
 class _Differentiated:
@@ -197,7 +196,7 @@ def _of(tensor: Any, grad: Any) -> Any:
     """A gradient as torch.func has it: zeros where there is none; in the layout of its tensor."""
     if grad is None:
         return torch.zeros_like(tensor)
-    return as_gradient(grad, tensor._spec) if is_shard_tensor(tensor) else grad
+    return as_gradient(grad, tensor._spec) if isinstance(tensor, ShardTensor) else grad
 
 
 # -- grad, vjp, jvp ----------------------------------------------------------------------------------------------------
@@ -353,14 +352,14 @@ def push_forward(
 
 def _tangent(leaf: Any, tangent: Any) -> Any:
     """The tangent; a plain one of a DTensor as a DTensor, which torch's own nodes need."""
-    if is_shard_tensor(leaf) or not isinstance(leaf, DTensor) or isinstance(tangent, DTensor):
+    if isinstance(leaf, ShardTensor) or not isinstance(leaf, DTensor) or isinstance(tangent, DTensor):
         return tangent
     return DTensor.from_local(tangent, leaf.device_mesh, [Replicate()] * leaf.device_mesh.ndim, run_check=False)
 
 
 def _cotangent(result: Any) -> Any:
     """A vector that a gradient is linear in: its values do not count."""
-    if not is_shard_tensor(result):
+    if not isinstance(result, ShardTensor):
         return torch.zeros_like(result, requires_grad=True)
     spec = result._spec.for_gradient()
     return mark_leaf(wrap(result._local_tensor.new_zeros(spec.own_shape, dtype=spec.tensor_meta.dtype), spec))

@@ -22,10 +22,11 @@ from torch.distributed.tensor import DTensor, Shard
 
 from .._compat.c10d import group_along
 from ..communication.redistribute import redistribute_local, reduced
+from ..dispatch.aten_calls import run
 from ..dispatch.metrics import REMEDY, warn_of_copies
 from ..dispatch.planning import spec_of
 from ..dispatch.registry import REFUSED, Refusal, register
-from ..dispatch.tensor import ShardTensor, run
+from ..dispatch.tensor import ShardTensor
 from ..errors import refuse
 from ..layout.spec import ShardTensorSpec
 from ..ranks.agreement import gather_with_history

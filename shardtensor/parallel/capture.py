@@ -24,9 +24,8 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from .._compat import keystr, tree_flatten, tree_map, tree_map_with_path
 from .._compat.c10d import backend_of, device_of, group_along, process_group
-from ..dispatch.conversions import wrap
 from ..dispatch.planning import kept_plans
-from ..dispatch.tensor import ShardTensor
+from ..dispatch.tensor import ShardTensor, wrap
 from ..layout.caches import forgets
 from ..ranks.cuda_graphs import module_with_graphs
 from ..ranks.history import counts, record

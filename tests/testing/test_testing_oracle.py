@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.tensor import Partial, Replicate, Shard
 
 from shardtensor import ShardTensor
-from shardtensor.dispatch.conversions import wrap
+from shardtensor.dispatch.tensor import wrap
 from shardtensor.testing import assert_matches_unsharded, run_distributed, run_expecting_errors, shard, shared_mesh
 
 UNEVEN = {0: (5, 3)}

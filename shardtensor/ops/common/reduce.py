@@ -13,9 +13,10 @@ from torch.distributed.tensor import Partial, Shard
 from ..._compat import AutogradFunction, OpOverload
 from ..._compat.c10d import group_along
 from ...communication.redistribute import all_gather, start_all_reduce
+from ...dispatch.aten_calls import run
 from ...dispatch.planning import AtenCall, meta_of
 from ...dispatch.registry import DECLINED
-from ...dispatch.tensor import ShardTensor, as_gradient, run, wrap
+from ...dispatch.tensor import ShardTensor, as_gradient, wrap
 from ...layout.placements import AxisLayout
 from ...layout.spec import ShardTensorSpec
 from ...operators.arguments import Arguments, autocast_dtype

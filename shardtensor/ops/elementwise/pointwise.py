@@ -30,9 +30,10 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 
 from ..._compat import OpOverload, nn_functions, recomputed
 from ...communication.redistribute import redistribute_local
+from ...dispatch.aten_calls import run
 from ...dispatch.planning import AtenCall, AtenPlan, Path, Rule, is_inplace, keeps_owners, meta_of, without_data
 from ...dispatch.registry import default_rule, register
-from ...dispatch.tensor import ShardTensor, run
+from ...dispatch.tensor import ShardTensor
 from ...errors import PLAIN_TARGET, UnsupportedSharding
 from ...layout.geometry import map_boundaries
 from ...layout.placements import AxisLayout

@@ -34,9 +34,9 @@ from torch.distributed.tensor import Shard
 from ..._compat import OpOverload
 from ..._compat.c10d import group_along
 from ...communication.tracing import goes_into_graph, graph_operator, is_traced
+from ...dispatch.aten_calls import run
 from ...dispatch.planning import AtenCall, AtenPlan, meta_of
 from ...dispatch.registry import DECLINED, RULES, register
-from ...dispatch.tensor import run
 from ...errors import refuse
 from ...layout.spec import ShardTensorSpec
 from ...operators.declaration import operator

@@ -10,9 +10,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..._compat import TensorMeta
+from ...dispatch.aten_calls import run
 from ...dispatch.planning import AtenCall, AtenPlan
 from ...dispatch.registry import DECLINED
-from ...dispatch.tensor import ShardTensor, run
+from ...dispatch.tensor import ShardTensor
 from ...errors import refuse
 from ...layout.spec import ShardTensorSpec
 from ...layout.strides import contiguous_stride

@@ -14,9 +14,10 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from ..._compat import AutogradFunction, OpOverload, recomputed
+from ...dispatch.aten_calls import run
 from ...dispatch.planning import AtenCall, AtenPlan, Path, argument, is_inplace, operand, spec_of
 from ...dispatch.registry import DECLINED, register
-from ...dispatch.tensor import ShardTensor, redistribute_to, run, wrap
+from ...dispatch.tensor import ShardTensor, redistribute_to, wrap
 from ...errors import PLAIN_TARGET, refuse
 from ...layout.spec import ShardTensorSpec
 from ...operators.declaration import Arguments, Composed, operator

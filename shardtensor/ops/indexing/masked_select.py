@@ -15,9 +15,10 @@ from torch.distributed.tensor import Replicate, Shard
 from ..._compat import TensorMeta
 from ..._compat.c10d import group_along
 from ...communication.redistribute import all_gather
+from ...dispatch.aten_calls import run
 from ...dispatch.planning import spec_of
 from ...dispatch.registry import DECLINED, register
-from ...dispatch.tensor import ShardTensor, from_part, redistribute_to, run, wrap
+from ...dispatch.tensor import ShardTensor, from_part, redistribute_to, wrap
 from ...errors import refuse
 from ...layout.placements import AxisLayout
 from ...layout.spec import ShardTensorSpec

@@ -18,8 +18,9 @@ from torch.distributed.tensor import DTensor
 
 from ..._compat import OpOverload, TensorMeta
 from ...dispatch import planning
+from ...dispatch.aten_calls import run
 from ...dispatch.registry import DECLINED, register
-from ...dispatch.tensor import ShardTensor, redistribute_to, run
+from ...dispatch.tensor import ShardTensor, redistribute_to
 from ...errors import PLAIN_TARGET, refuse
 from ...layout.spec import ShardTensorSpec
 from ...operators.arguments import common_mesh

@@ -37,9 +37,10 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from ..._compat import OpOverload, tree_map
 from ..._compat.c10d import group_along
 from ...communication.exchange import Exchange, plan_intervals
+from ...dispatch.aten_calls import run
 from ...dispatch.planning import AtenCall, AtenPlan, Path, meta_of
 from ...dispatch.registry import DECLINED, register
-from ...dispatch.tensor import ShardTensor, run
+from ...dispatch.tensor import ShardTensor
 from ...layout.geometry import Interval, chunk_sizes, intersect, intervals_of, length, map_boundaries, resized
 from ...layout.placements import AxisLayout
 from ...layout.spec import ShardTensorSpec

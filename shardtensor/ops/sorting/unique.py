@@ -16,8 +16,9 @@ from torch.distributed.tensor import Replicate, Shard
 from ..._compat.c10d import group_along
 from ...communication.halo import Fetch
 from ...communication.redistribute import all_gather, redistribute_local
+from ...dispatch.aten_calls import run
 from ...dispatch.registry import DECLINED, register
-from ...dispatch.tensor import ShardTensor, run, wrap
+from ...dispatch.tensor import ShardTensor, wrap
 from ...errors import refuse
 from ...layout.geometry import boundaries_of, chunk_sizes, intervals_of, resized
 from ...layout.placements import AxisLayout

@@ -1,0 +1,85 @@
+"""Attributes and methods of a ShardTensor that are about the tensor itself: its data, whether it requires grad."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .._compat import DisableTorchFunction, counting_writes, is_traced, tracing
+from ..errors import refuse
+from .copies import count_writes, share_writes
+from .found import INDICES
+from .plain_tensors import local_size_error
+from .registry import Refusal, register
+from .tensor import ShardTensor, mark_leaf, promote, redistribute_to, wrap
+
+
+@register(Tensor.requires_grad_)
+def _requires_grad_(self: ShardTensor, requires_grad: bool = True) -> Any:
+    return mark_leaf(self, requires_grad) if isinstance(self, ShardTensor) else NotImplemented
+
+
+register(Tensor.share_memory_)(
+    Refusal("share_memory_", __name__, "a ShardTensor has no storage of its own", "share its to_local()")
+)
+
+
+@register(Tensor.data.__get__)  # type: ignore[attr-defined]
+def _data(self: Any, *_: Any) -> Any:
+    """A tensor with its own version, as in torch. Writes to it still update views that are copies."""
+    if type(self) is not ShardTensor:
+        return NotImplemented
+    if self.dtype in INDICES or self.is_inference():  # what is found about indices counts for one version of them
+        return self.detach()
+    with DisableTorchFunction():
+        data = self.data
+    share_writes(self, data)
+    count_writes()
+    return data
+
+
+@register(torch.detach, Tensor.detach)
+def _detach_in_program(self: Any) -> Any:
+    if type(self) is not ShardTensor or self.is_inference() or is_traced(self._local_tensor):
+        return NotImplemented
+    with DisableTorchFunction():
+        detached = self.detach()
+    share_writes(self, detached)
+    return detached
+
+
+@register(Tensor.data.__set__)  # type: ignore[attr-defined]
+def _set_data(self: ShardTensor, value: Tensor) -> None:
+    """``x.data = value``: x gets the value, in its own layout, and where that is the value's too, its memory."""
+    if value.shape != self.shape:
+        reason = f"a tensor of shape {tuple(self.shape)} is assigned data of shape {tuple(value.shape)}"
+        refused = refuse("data", [self, value], reason, "make a new tensor, whose shards have their own sizes")
+        raise local_size_error("data", [self, value], reason) or refused
+    value = promote(value.detach(), self.device_mesh)
+    spec = value._spec.with_layout(self._spec.layout)
+    with torch.no_grad():
+        local = redistribute_to(value, spec).to_local()
+    if value.dtype != self.dtype:
+        with DisableTorchFunction():
+            Tensor.data.__set__(self, wrap(local, spec))  # type: ignore[attr-defined]
+    self._local_tensor, self._spec = local, spec
+    self._copied, self._viewed, self._found = (), None, None
+
+
+@register(Tensor._is_view)
+def _is_view(self: ShardTensor) -> Any:
+    """torch.compile would build views anew, and cannot where one is a copy or has dims of length 1."""
+    return False if tracing() else NotImplemented
+
+
+@register(torch.ops.aten.detach.default)
+def _detach(self: Any) -> Any:
+    """The most frequent view: autograd makes it of results that it keeps."""
+    if type(self) is not ShardTensor or self._viewed is not None or self._open is not None or self.dtype in INDICES:
+        return NotImplemented
+    return wrap(_detached(self._local_tensor), self._spec)
+
+
+_detached = counting_writes(Tensor.detach)
