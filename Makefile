@@ -1,5 +1,6 @@
 # make test                      the suite, in a fresh .venv
 # make test ARGS="-k conv -x"    the same with arguments for pytest
+# make test-all                  every test, also slow ones and those that run by turns (hours); SLICE=3/8 for one piece
 # make test-torch TORCH=2.11.0   the suite on another torch, in a .venv of its own
 # make networks                  unmodified networks of many packages, in .venv-networks (long)
 # make networks ARGS="-k kornia" some of them
@@ -27,10 +28,14 @@ PINNED := pyproject.toml constraints.txt
 # One thread per process: with several ranks on few cores more threads only fight for them.
 export OMP_NUM_THREADS := 1
 
-.PHONY: test test-torch networks sweep programs endurance globe brain mesh wind vae bench docs lint clean
+.PHONY: test test-all test-torch networks sweep programs endurance globe brain mesh wind vae bench docs lint clean
 
 test: $(VENV)/.installed-test
 	$(VENV)/bin/python -m pytest $(ARGS)
+
+test-all: $(VENV)/.installed-test
+	for slice in $(or $(SLICE),1/8 2/8 3/8 4/8 5/8 6/8 7/8 8/8); do \
+		$(VENV)/bin/python -m pytest -m '' --part all --slice $$slice $(ARGS) || exit 1; done
 
 # A .venv of its own: torchvision does not load next to a torch without CUDA, and other packages import it where it is
 # installed. The tests of networks can do without what it lacks. torch-harmonics asks for a later torch than it needs, and

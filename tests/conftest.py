@@ -12,6 +12,7 @@ import device
 import hypothesis
 import pytest
 import torch
+import turns
 from device.build import NotAvailable, begin
 
 torch.set_num_threads(1)
@@ -26,6 +27,7 @@ def pytest_addoption(parser):
     parser.addoption("--process-group", choices=["gloo", "late"], help=told)
     told = "what ranks compute on: the CPU, an emulated CUDA device, or a real one with NCCL (docs/devices.md)"
     parser.addoption("--device", choices=device.NAMES, default="cpu", help=told)
+    turns.add_options(parser)
 
 
 def pytest_configure(config):
@@ -40,9 +42,15 @@ def pytest_generate_tests(metafunc):
     """Tests marked ``on_device`` run on the emulated device, too; with ``--device`` all run on that one only."""
     if metafunc.config.getoption("--device") == "cpu" and metafunc.definition.get_closest_marker("on_device"):
         metafunc.fixturenames.append("device_of_ranks")
-        metafunc.parametrize("device_of_ranks", ["cpu", "emulated"], indirect=True)
+        devices = ["cpu", pytest.param("emulated", marks=pytest.mark.by_turns)]
+        metafunc.parametrize("device_of_ranks", devices, indirect=True)
 
 
+def pytest_report_header(config):
+    return turns.told(config)
+
+
+@pytest.hookimpl(trylast=True)  # after -m and -k
 def pytest_collection_modifyitems(config, items):
     late = os.environ.get("SHARDTENSOR_TEST_PROCESS_GROUP") == "late"
     for item in items:
@@ -52,6 +60,7 @@ def pytest_collection_modifyitems(config, items):
         for name, skips in (("on_cpu", on != "cpu"), ("not_emulated", on == "emulated")):
             if skips and (marker := item.get_closest_marker(name)):
                 item.add_marker(pytest.mark.skip(reason=marker.args[0]))
+    turns.select(config, items)
 
 
 def needs_emulated(item):

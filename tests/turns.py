@@ -1,0 +1,72 @@
+"""Which tests a run takes: those marked ``by_turns`` are in one of several parts, and each run of the suite has one.
+
+The part follows from the commit, so that a run repeats on another machine, and all parts have run after some commits.
+A test's part follows from its name. ``--part 3`` chooses a part, ``--part all`` takes all of them; a run that names
+files or has ``-k`` takes all that it selects. Each module keeps the first of its tests, whatever the part is.
+
+``--slice 2/8`` takes the second eighth of what is selected otherwise, to run everything in pieces.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import zlib
+from pathlib import Path
+
+import pytest
+
+PARTS = 4
+
+
+def add_options(parser):
+    told = f"which part of the tests that run by turns: 0 to {PARTS - 1}, or all; otherwise the commit decides"
+    parser.addoption("--part", choices=[*map(str, range(PARTS)), "all"], help=told)
+    parser.addoption("--slice", metavar="I/N", help="the I-th of N pieces of what is selected")
+
+
+def chosen(config) -> int | None:
+    """The part of this run; None for all."""
+    given = config.getoption("--part")
+    if given is not None:
+        return None if given == "all" else int(given)
+    whole_suite = config.args_source == pytest.Config.ArgsSource.TESTPATHS and not config.getoption("keyword")
+    return drawn(config.rootpath) if whole_suite else None
+
+
+def drawn(root: Path) -> int:
+    """The part that the commit has; 0 outside of a clone."""
+    call = ["git", "-C", str(root), "rev-list", "--count", "HEAD"]
+    found = subprocess.run(call, capture_output=True, text=True, check=False)
+    return int(found.stdout or 0) % PARTS
+
+
+def told(config) -> str:
+    """What the header of a run says of it."""
+    part = chosen(config)
+    if part is None:
+        return "parts: all"
+    return f"parts: {part} of 0 to {PARTS - 1} of the tests by turns (--part {part} repeats it, --part all takes all)"
+
+
+def select(config, items) -> None:
+    """Deselect what is not in this run's part, and not in its slice."""
+    part, left, kept, seen = chosen(config), [], [], set()
+    for item in items:
+        first, module = item.path not in seen, item.path
+        seen.add(module)
+        by_turns = item.get_closest_marker("by_turns") is not None
+        taken = part is None or first or not by_turns or number_of(item.nodeid) % PARTS == part
+        (kept if taken else left).append(item)
+    if given := config.getoption("--slice"):
+        i, n = map(int, given.split("/"))
+        pieces = [number_of(item.nodeid) % n == i % n for item in kept]
+        left += [item for item, taken in zip(kept, pieces, strict=True) if not taken]
+        kept = [item for item, taken in zip(kept, pieces, strict=True) if taken]
+    if left:
+        config.hook.pytest_deselected(items=left)
+        items[:] = kept
+
+
+def number_of(nodeid: str) -> int:
+    """A number that is the same in each run; its last digits have nothing to do with the order of tests."""
+    return zlib.crc32(nodeid.encode()) >> 8
