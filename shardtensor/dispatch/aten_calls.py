@@ -24,10 +24,8 @@ from .._compat import (
     counting_writes,
     hidden_from_program,
     kernel,
-    leave_writes_uncounted,
     tracing,
     tree_map,
-    writes_uncounted,
 )
 from ..communication.redistribute import redistribute_local
 from ..context import gather_allowed
@@ -89,85 +87,166 @@ def run(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any], *, moves:
     Args:
         moves: operands may be redistributed; UnsupportedSharding if not, and one would have to be.
     """
+    first = args[0] if args else None
+    opens = getattr(first, "_open", None) is not None
+    if opens or type(first) is list or torch.is_inference_mode_enabled():
+        result = _unusual(func, args, kwargs, opens)
+        if result is not NotImplemented:
+            return result
+    handler = OPERATORS.get(func)
+    if handler is not None:
+        result = handler(*args, **kwargs)
+        if result is not NotImplemented:
+            return result
+    if opens and is_inplace(func) and is_open(first):
+        decide(func, args, kwargs)
+    key, executor, tensors, given = look_up(func, args, kwargs)
+    local_args, local_kwargs = given, {}
+    if kwargs:
+        local_args, local_kwargs = given[: len(args)], dict(zip(kwargs, given[len(args) :], strict=True))
+    if executor is None:
+        made = _planned(func, args, kwargs, key, tensors)
+        if isinstance(made, _Done):
+            return made.value
+        executor = made
+    if executor.plain is not None and executor.plain.note(tensors):
+        executor.plain = None
+    if executor.prepares or not moves:
+        local_args = executor.prepared(func, args, local_args, local_kwargs, moves)
+    result = executor.call(*local_args, **local_kwargs)
+    if executor.spec is not None:
+        return wrap(result, executor.spec)
+    return executor.give(executor, result, func, args, kwargs, given)
+
+
+def _unusual(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any], opens: bool) -> Any:
+    """What comes before a call in inference mode, on lists, and on an open tensor; or its result, if that is all."""
     if torch.is_inference_mode_enabled() and returns_view(func) and not args[0].is_inference():
         # In inference mode, too, a view of an ordinary tensor is an ordinary tensor, which autograd keeps a version of.
         with torch.inference_mode(False), torch.no_grad():
             return run(func, args, kwargs)
-    opens = bool(args) and getattr(args[0], "_open", None) is not None
     if opens:
         if func in REDUCES_BY_INDEX:
             decide_by_index(*args)
         fill(args[0])
     elif args and type(args[0]) is list and is_inplace(func) and _written_one_by_one(func, args, kwargs):
         return None
-    handler = OPERATORS.get(func)
-    if handler is not None:
-        result = handler(*args, **kwargs)
-        if result is not NotImplemented:
-            return result
-    if opens and is_inplace(func) and is_open(args[0]):
-        decide(func, args, kwargs)
-    key, plan, tensors, given = look_up(func, args, kwargs)
-    local_args, local_kwargs = given, {}
-    if kwargs:
-        local_args, local_kwargs = given[: len(args)], dict(zip(kwargs, given[len(args) :], strict=True))
-    if plan is None:
-        made = _planned(func, args, kwargs, key, tensors)
-        if isinstance(made, _Done):
-            return made.value
-        plan = made
-    if plan.plain is not None and plan.plain.note(tensors):
-        plan.plain = None
-    if plan.writes or plan.inputs or plan.keeps is not None or not moves:
-        local_args = _prepared(plan, func, args, local_args, local_kwargs, moves)
-    labelled = plan.label and not here.operator
-    uncounted = plan.counted and writes_uncounted()  # what counting_writes does, without its call
-    if labelled:
-        here.operator = plan.label
-    if uncounted:
-        leave_writes_uncounted(False)
-    try:
-        result = plan.call(*local_args, **local_kwargs)
-    finally:
-        if labelled:
+    return NotImplemented
+
+
+# -- executors ---------------------------------------------------------------------------------------------------------
+
+# What an operator returns, made of what its executor's ``call`` returned: ``(executor, result, func, args, kwargs,
+# local arguments)``.
+Give = Callable[..., Any]
+
+
+@dataclass(slots=True)
+class Executor:
+    """How the calls of a plan run: all that follows from the operator and the plan is chosen once.
+
+    Attributes:
+        plan: what the rule has made.
+        call: runs on the local arguments.
+        prepares: something is done to the local arguments before, see :meth:`prepared`.
+        spec: that of the result, where it is new and one; None: :attr:`give` makes what is returned.
+        plain: the plain operands, by their path; None if there are none to look at.
+    """
+
+    plan: AtenPlan
+    call: Callable[..., Any]
+    prepares: bool
+    spec: ShardTensorSpec | None
+    give: Give
+    plain: PlainOperands | None
+
+    @staticmethod
+    def of(func: OpOverload, plan: AtenPlan, args: Sequence[Any], kwargs: dict[str, Any]) -> Executor:
+        """The executor of a plan that was made for these arguments, but for their plain operands."""
+        view, writes, one = returns_view(func), is_inplace(func), type(plan.outputs) is ShardTensorSpec
+        call = plan.call or kernel(func)
+        if view or func._schema.is_mutable:
+            call = counting_writes(call)
+        if plan.call is not None and (plan.moves or not view):
+            call = _labelled(call, label(func.__name__, plan.outputs, {**dict(enumerate(args)), **kwargs}))
+        give: Give = _as_it_is
+        if writes:
+            give = _after_write
+        elif view:
+            give = partial(_views, plan.moves or plan.may_copy or args[0].dtype in INDICES)
+        elif plan.outputs is not None:
+            give = partial(_new_tensors, plan.call is not None and not plan.opens and func not in RESHAPES)
+        new = one and plan.call is None and not (view or writes or plan.opens)
+        prepares = writes or bool(plan.inputs) or plan.keeps is not None
+        return Executor(plan, call, prepares, plan.outputs if new else None, give, None)
+
+    def prepared(
+        self, func: OpOverload, args: Sequence[Any], local_args: list[Any], kwargs: dict[str, Any], moves: bool
+    ) -> list[Any]:
+        """The local arguments as the plan needs them: some are redistributed, in ``kwargs`` in their places."""
+        plan = self.plan
+        if is_inplace(func):
+            _check_written(func, args)
+        if not moves and plan.moves:
+            raise refuse(func, args[0], "it would have to be redistributed", "take the view later")
+        held: Any = list(local_args)
+        for path, source, target in plan.inputs:
+            holder = kwargs if isinstance(path[0], str) else held
+            for step in path[:-1]:
+                holder = holder[step]
+            holder[path[-1]] = redistribute_local(holder[path[-1]], source, target)
+        if plan.keeps is not None:
+            kwargs["keeper"] = operand(args, plan.keeps)
+        return held  # type: ignore[no-any-return]
+
+
+def _labelled(call: Callable[..., Any], text: str) -> Callable[..., Any]:
+    """``call``, which may communicate, with the text of its operator, where none is that of a caller."""
+
+    def labelled(*args: Any, **kwargs: Any) -> Any:
+        if here.operator:
+            return call(*args, **kwargs)
+        here.operator = text
+        try:
+            return call(*args, **kwargs)
+        finally:
             here.operator = ""
-        if uncounted:
-            leave_writes_uncounted(True)
-    if plan.writes:
-        _note_writes(args)
-        return args[0] if plan.returns_self else result
-    outputs = plan.outputs
-    if type(outputs) is ShardTensorSpec:
-        out = wrap(apart(result, given) if plan.apart else result, outputs)
-        if plan.opens and not tracing():
-            leave_open(out)
-    elif outputs is None:
-        return result
-    else:
-        pairs = zip(result, outputs, strict=True)
-        out = type(result)([r if s is None else wrap(apart(r, given) if plan.apart else r, s) for r, s in pairs])
-    if plan.view and (plan.noted or represents_view(args[0]) or is_open(args[0])):
-        return _as_views(out, func, args, kwargs, plan)
+
+    return labelled
+
+
+def _as_it_is(executor: Executor, result: Any, *_: Any) -> Any:
+    return result
+
+
+def _after_write(executor: Executor, result: Any, func: OpOverload, args: Sequence[Any], *_: Any) -> Any:
+    _note_writes(args)
+    return args[0] if executor.plan.returns_self else result
+
+
+def _new_tensors(copies: bool, executor: Executor, result: Any, *call: Any) -> Any:
+    """New tensors. Where the plan's own call may have returned a part of an operand, that is copied."""
+    plan = executor.plan
+    out = _wrapped(result, plan.outputs, call[-1] if copies else ())
+    if plan.opens and not tracing():
+        leave_open(out)
     return out
 
 
-def _prepared(
-    plan: AtenPlan, func: OpOverload, args: Sequence[Any], local_args: list[Any], kwargs: dict[str, Any], moves: bool
-) -> list[Any]:
-    """The local arguments as the plan needs them: some are redistributed, in ``kwargs`` in their places."""
-    if plan.writes:
-        _check_written(func, args)
-    if not moves and plan.moves:
-        raise refuse(func, args[0], "it would have to be redistributed", "take the view later")
-    held: Any = list(local_args)
-    for path, source, target in plan.inputs:
-        holder = kwargs if isinstance(path[0], str) else held
-        for step in path[:-1]:
-            holder = holder[step]
-        holder[path[-1]] = redistribute_local(holder[path[-1]], source, target)
-    if plan.keeps is not None:
-        kwargs["keeper"] = operand(args, plan.keeps)
-    return held  # type: ignore[no-any-return]
+def _views(noted: bool, executor: Executor, result: Any, func: OpOverload, args: Any, kwargs: Any, _: Any) -> Any:
+    """Views. Where they are ``noted``, something has to be known of all of them, see :func:`_as_views`."""
+    out = _wrapped(result, executor.plan.outputs)
+    if noted or represents_view(args[0]) or is_open(args[0]):
+        return _as_views(out, func, args, kwargs, executor.plan)
+    return out
+
+
+def _wrapped(result: Any, specs: Any, operands: Sequence[Any] = ()) -> Any:
+    """Local results as ShardTensors, in memory that none of the operands has."""
+    if type(specs) is ShardTensorSpec:
+        return wrap(apart(result, operands) if operands else result, specs)
+    pairs = zip(result, specs, strict=True)
+    return type(result)([r if s is None else wrap(apart(r, operands) if operands else r, s) for r, s in pairs])
 
 
 def _written_one_by_one(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
@@ -210,8 +289,8 @@ def _note_writes(args: Sequence[Any]) -> None:
 
 def _planned(
     func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any], key: Sequence[Any], tensors: Sequence[Tensor]
-) -> AtenPlan | _Done:
-    """The plan of a call, made and kept; or the call's result, where that came about meanwhile."""
+) -> Executor | _Done:
+    """The executor of a call, made and kept; or the call's result, where that came about meanwhile."""
     if is_inplace(func):
         _check_written(func, args)
     try:
@@ -221,24 +300,20 @@ def _planned(
             raise
         made = _Done(run(func, args, kwargs))
     plan = made.plan if isinstance(made, _Done) else made
-    if plan is not None:
-        if plan.call is not None and (plan.moves or not returns_view(func)):
-            plan.label = label(func.__name__, plan.outputs, {**dict(enumerate(args)), **kwargs})
-        plan.view = returns_view(func)
-        plan.apart = plan.call is not None and not (plan.view or plan.opens or func in RESHAPES)
-        plan.writes, plan.counted = is_inplace(func), plan.view or func._schema.is_mutable
-        plan.call = plan.call or kernel(func)
-        plan.noted = plan.view and (plan.moves or plan.may_copy or args[0].dtype in INDICES)
-        mesh = next(t.device_mesh for t in tensors if isinstance(t, DTensor))
-        plan.plain = PlainOperands.among(func.__name__, mesh, enumerate(tensors))
-        keep_plan(key, plan)
-        if isinstance(made, _Done):
-            if plan.plain is not None:
-                plan.plain.note(tensors)
-            if plan.writes:
-                _note_writes(args)
-            elif plan.view:
-                _as_views(made.value, func, args, kwargs, plan)
+    if plan is None:
+        return made  # type: ignore[return-value]  # it is one that is done
+    executor = Executor.of(func, plan, args, kwargs)
+    mesh = next(t.device_mesh for t in tensors if isinstance(t, DTensor))
+    executor.plain = PlainOperands.among(func.__name__, mesh, enumerate(tensors))
+    keep_plan(key, executor)
+    if not isinstance(made, _Done):
+        return executor
+    if executor.plain is not None:
+        executor.plain.note(tensors)
+    if is_inplace(func):
+        _note_writes(args)
+    elif returns_view(func):
+        _as_views(made.value, func, args, kwargs, plan)
     return made
 
 

@@ -39,7 +39,6 @@ from ..errors import UnsupportedSharding, refuse
 from ..layout import caches
 from ..layout.placements import AxisLayout, without_owners
 from ..layout.spec import ShardTensorSpec
-from ..ranks.first_use import PlainOperands
 from .copies import check_current
 from .registry import META_FUNCTIONS
 
@@ -59,35 +58,21 @@ class AtenPlan:
             ``(index,)``, ``(index, item)`` for a tensor in a list, or ``(keyword,)``.
         call: what runs on the local arguments; None means the operator itself.
         returns_self: an in-place operator, which returns its first argument.
-        view: the result represents a view of the first argument (``dispatch.run`` fills this in).
-        writes: it writes to its first argument, a tensor or a list of them (so is this).
-        counted: ``call`` is to count writes, see :func:`.._compat.counting_writes` (so is this).
-        apart: the result gets memory of its own where ``call`` returns a part of an operand (so is this).
-        noted: something has to be known of all its views, see ``_as_views`` (so is this).
         may_copy: a view that some ranks may have to copy, see [Note: views that are copies] in copies.py.
         call_moves: ``call`` itself brings elements to other ranks: what represents a view is a copy on all of them.
         keeps: the path of an operand with which ``call``, which gets it by the name ``keeper``, keeps what it finds
             about its values, see found.py.
         opens: the layout of the result, a new tensor, is open, see open_layouts.py.
-        plain: the plain operands, by their path; None if there are none to look at (``dispatch`` fills this in).
-        label: of what communicates in ``call``, see :func:`label`; "" where that is the operator itself (so is this).
     """
 
     outputs: Any
     inputs: list[tuple[Path, ShardTensorSpec, ShardTensorSpec]] = field(default_factory=list)
     call: Any = None
     returns_self: bool = False
-    view: bool = False
-    writes: bool = False
-    counted: bool = False
-    apart: bool = False
-    noted: bool = False
     may_copy: bool = False
     call_moves: bool = False
     keeps: Path | None = None
     opens: bool = False
-    plain: PlainOperands | None = None
-    label: str = ""
 
     @property
     def moves(self) -> bool:

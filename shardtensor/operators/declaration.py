@@ -29,7 +29,9 @@ from ..dispatch.registry import declare, declare_rule
 from ..dispatch.tensor import ShardTensor, redistribute_to, to_part
 from ..errors import UnsupportedSharding, refuse
 from ..layout.placements import wide_dtype
+from ..ranks.failures import note_raised
 from ..ranks.first_use import PlainOperands
+from ..ranks.history import here
 from .arguments import (
     Arguments,
     Declaration,
@@ -82,7 +84,19 @@ class Operator:
             with hidden_from_program():
                 plan = self._make(given, tensors)
             keep_plan(key, plan)
-        return NotImplemented if plan is NotImplemented else plan(tensors)
+        if plan is NotImplemented:
+            return NotImplemented
+        if plan.plain is not None and plan.plain.note(tensors):
+            plan.plain = None
+        caller, here.operator = here.operator, plan.label
+        try:
+            result = plan.run(plan.prepared(tensors) if plan.prepares else tensors)
+            return result if plan.then is None else redistribute_to(result, plan.then)
+        except Exception as error:
+            note_raised(error)
+            raise
+        finally:
+            here.operator = caller
 
     def _numbers(self, given: inspect.BoundArguments, tensors: Sequence[Tensor]) -> dict[int, Any]:
         """The values of tensors that are sizes, dims and other numbers of the operator, by their place.
@@ -159,6 +173,7 @@ class Operator:
                 wanted = [*wanted, partial(redistribute_to, target=target)]
             steps += [(i, step) for step in wanted]
         plan.steps = tuple(steps)
+        plan.prepares = plan.order is not None or bool(steps)
 
     def _sum_gradients(self, plan: Plan, call: Arguments, named: Mapping[str, Any], mesh_dims: tuple[int, ...]) -> None:
         """Arrange for the sum of plain parameters' gradients."""

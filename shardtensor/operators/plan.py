@@ -17,7 +17,7 @@ from torch.distributed.tensor.placement_types import Placement
 from .._compat import AutogradFunction, alias, multithreading_enabled
 from ..context import contributions_are_exact
 from ..dispatch.gradients import not_twice
-from ..dispatch.tensor import ShardTensor, as_gradient, from_part, redistribute_to, to_part, wrap
+from ..dispatch.tensor import ShardTensor, as_gradient, from_part, to_part, wrap
 from ..errors import UnsupportedSharding
 from ..layout.spec import ShardTensorSpec
 from ..layout.strides import apart
@@ -49,10 +49,12 @@ class Plan:
             the same order.
         plain: the plain tensors among those of the call; None if there are none to compare.
         steps: steps that prepare tensors before the run, by position: promotion, casts, redistribution.
+        prepares: whether there is anything to do before the run, see :meth:`prepared`.
         then: the layout that the result is redistributed to.
         twice: whether autograd can differentiate :meth:`again`, for second derivatives.
         linear: whether the operator is linear. Its gradient does not depend on the tensors, so they are not kept.
         view: whether the result represents a view, which may share memory with the tensors.
+        new: whether :meth:`forward` returns new memory in each case. Otherwise results are copied that share theirs.
         depends: by position, the tensors on which the gradient of a tensor depends; default: all. Second derivatives
             with respect to other tensors are None, as on one device.
     """
@@ -69,6 +71,7 @@ class Plan:
     twice: ClassVar[bool] = False
     linear: ClassVar[bool] = False
     view: bool = False
+    new: ClassVar[bool] = False
     depends: Mapping[int, Sequence[int]] = {}
     # Filled in by the operator that has the plan made.
     name: str = ""
@@ -77,6 +80,7 @@ class Plan:
     order: tuple[Any, ...] | None = None
     plain: PlainOperands | None = None
     steps: tuple[tuple[int, Callable[[Any], Any]], ...] = ()
+    prepares: bool = False
     then: ShardTensorSpec | None = None
 
     def forward(self, *tensors: Any) -> tuple[Any, Sequence[Tensor | None]]:
@@ -123,7 +127,8 @@ class Plan:
             deferring, contribution = self.deferred.defer(tensors)
             return _Run.apply(self, contribution, tensors, *deferring)
         held = _held(tensors)
-        return self.wrapped(apart(self.forward(*held)[0], held))
+        result = self.forward(*held)[0]
+        return self.wrapped(result if self.new else apart(result, held))
 
     def wrapped(self, result: Any) -> Any:
         """Return local results as ShardTensors, not differentiable."""
@@ -131,24 +136,12 @@ class Plan:
             return tuple(map(wrap, result, self.outputs))
         return wrap(result, self.outputs)
 
-    def __call__(self, tensors: Sequence[Any]) -> Any:
-        if self.plain is not None and self.plain.note(tensors):
-            self.plain = None
-        caller, here.operator = here.operator, self.label
-        try:
-            if self.order is not None:
-                tensors = [picked(tensors, place) for place in self.order]
-            if self.steps:
-                tensors = list(tensors)
-                for i, step in self.steps:
-                    tensors[i] = step(tensors[i])
-            result = self.run(tensors)
-            return result if self.then is None else redistribute_to(result, self.then)
-        except Exception as error:
-            note_raised(error)
-            raise
-        finally:
-            here.operator = caller
+    def prepared(self, tensors: Sequence[Any]) -> list[Any]:
+        """The operator's tensors out of those of the call, in their order, promoted, cast and redistributed."""
+        tensors = list(tensors) if self.order is None else [picked(tensors, place) for place in self.order]
+        for i, step in self.steps:
+            tensors[i] = step(tensors[i])
+        return tensors
 
 
 class LocalPlan(Plan):
@@ -220,7 +213,8 @@ class _Run(AutogradFunction):
             held.append(t._local_tensor if is_sharded else t)
             specs.append(t._spec if is_sharded else None)
         result, kept = plan.forward(*held)
-        result = apart(result, held)
+        if not plan.new:
+            result = apart(result, held)
         ctx.set_materialize_grads(False)
         ctx.plan, ctx.contribution, ctx.specs = plan, contribution, specs
         saved = list(map(given.__getitem__, plan.saves))

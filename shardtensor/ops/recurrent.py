@@ -42,7 +42,7 @@ from ..layout.placements import AxisLayout
 from ..layout.spec import ShardTensorSpec
 from ..layout.strides import contiguous_stride
 from ..operators.declaration import Arguments, Composed, Plan, operator
-from ..ranks.history import IN_TURN
+from ..ranks.history import IN_TURN, here
 from .common.batch_parallel import Result, arranged, by_batch
 from .common.named_dims import Arrangement
 
@@ -98,7 +98,7 @@ def _declare_layers(function: Callable[..., tuple[Tensor, ...]]) -> None:
             how = arranged(call.name, specs, [along, *others], lost=("time",))
             found = [Result(results, along, out.dtype), *(Result(t.shape, of_state, t.dtype) for t in last)]
             relay = _Relay(call, how, found, function, one, options)
-            return Composed(lambda x, states, weights: relay(relay.laid([x, *_each(states), *weights])))
+            return Composed(lambda x, states, weights: relay.in_turn([x, *_each(states), *weights]))
 
         def run(x: ShardTensor, states: States, weights: Sequence[ShardTensor]) -> tuple[ShardTensor, ...]:
             given = _each(states)
@@ -201,9 +201,13 @@ class _Relay(Plan):
             steps.append(_Turn(tuple(cells), tuple(i for _, i in sends), tuple(i for _, i in gets), there, back))
         self.turns = steps
 
-    def laid(self, tensors: Sequence[ShardTensor]) -> list[ShardTensor]:
-        """The tensors in the layouts that it takes."""
-        return [redistribute_to(t, target) for t, target in zip(tensors, self.targets, strict=True)]
+    def in_turn(self, tensors: Sequence[ShardTensor]) -> Any:
+        """The results, differentiable. What ranks communicate meanwhile says that they wait for each other."""
+        caller, here.operator = here.operator, self.label
+        try:
+            return self.run([redistribute_to(t, target) for t, target in zip(tensors, self.targets, strict=True)])
+        finally:
+            here.operator = caller
 
     def forward(self, x: Tensor, *others: Tensor) -> tuple[tuple[Tensor, ...], list[Tensor]]:
         starts, weights = self._by_cell(others[: self.states]), others[self.states :]

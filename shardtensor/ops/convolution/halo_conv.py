@@ -236,7 +236,7 @@ class ConvolutionPlan(Plan):
     """
 
     saves = (0, 1)
-    twice = True
+    twice = new = True
     depends = {0: (1,), 1: (0,), 2: ()}
     outputs: ShardTensorSpec
 

@@ -294,6 +294,7 @@ class ShardedNorm(Norm):
     """
 
     saves = (0, 1)
+    new = True
 
     def __init__(
         self,
