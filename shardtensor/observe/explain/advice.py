@@ -15,7 +15,7 @@ from ..._compat import tree_leaves
 from ...layout.geometry import aligned_sizes, chunk_sizes
 from ..machines import MACHINES, Machine
 from .report import Explanation, bytes_text, table
-from .run import UnfitArguments, ends_and_middle
+from .run import UnfitArguments, ends_and_middle, explain
 
 _BALANCED = 1.03  # the slowest rank's time by the mean; below that other sizes gain nothing
 _GAIN = 1.05  # as many times as fast, so that uneven sizes are worth it
@@ -222,8 +222,6 @@ class _Search:
         only: Sequence[int] | None = None,
     ) -> tuple[Choice, Explanation]:
         """A choice, and what was found out about it by running some ranks."""
-        from . import explain
-
         lengths = [self.tensor.shape[d] for d in dims]
         shard = [dims if any(_has(t, dims, lengths) for t in tree_leaves(value)) else None for value in self.inputs]
         layout: dict[str, Any] = {"mesh": mesh, "shard": shard if dims else None, "shard_sizes": sizes, "only": only}
