@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import json
 import os
@@ -174,6 +175,30 @@ def test_each_page_is_in_the_sites_contents():
     listed = [line.strip() for b in index.blocks if b.language == "{toctree}" for line in b.text.splitlines()]
     names = [name for name in listed if name and not name.startswith(":")]
     assert sorted(names) == sorted(p.path.stem for p in PAGES if p.path.parent == index.path.parent and p != index)
+
+
+def names_defined(file: Path) -> set[str]:
+    """What a module defines: ``function``, ``CONSTANT``, ``Class``, ``Class.method``; also what it sets on a class."""
+    names = set()
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.ClassDef):
+            names |= {f"{node.name}.{item.name}" for item in node.body if isinstance(item, ast.FunctionDef)}
+        if isinstance(node, ast.ClassDef | ast.FunctionDef):
+            names.add(node.name)
+        elif isinstance(node, ast.Assign | ast.AnnAssign):
+            names |= {ast.unparse(target) for target in getattr(node, "targets", [getattr(node, "target", None)])}
+    return names
+
+
+def test_the_tour_of_the_code_names_what_there_is():
+    page = Page("docs/reading-the-code.md")
+    files = re.findall(r"\]\(\.\./(shardtensor/[\w/]+\.py)\)", page.prose)
+    ours = set().union(*(names_defined(ROOT / file) for file in files))
+    of_torch = {"x", "weight", "bias", "DTensor", "F.conv2d", "autograd.Function", "aten.add.Tensor"}
+    of_torch.add("__torch_dispatch__")
+    named = {name for name in re.findall(r"`([^`\n]+)`", page.prose) if re.fullmatch(r"[\w.]+", name)}
+    assert len(files) > 15 and len(named - of_torch) > 25
+    assert not named - of_torch - ours
 
 
 MODULES = ("extend", "parallel", "data", "checkpoint", "neighbors", "debug", "testing")
