@@ -24,6 +24,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from late_streams import LateStream, on_stream
+from on_ranks import on_ranks
 from seeded import seeded
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.utils._pytree import register_dataclass
@@ -106,7 +107,8 @@ NESTED = {
 }
 
 
-def everything_arrives():
+@on_ranks(4)
+def test_nested_batches_of_any_tensors():
     mesh, source = grid(), 2
     sizes = {"image": {0: (0, 2), 1: (4, 1)}, "pair": None, "array": "even", "number": {0: (3, 4)}}
     batches = [nested(i) for i in (4, 1, 0)]
@@ -120,10 +122,6 @@ def everything_arrives():
         check(batch["pair"].second[0], whole["pair"].second[0].resolve_conj())
         check(batch["array"], torch.from_numpy(whole["array"]), {1: (2, 1)})
         check(batch["number"], whole["number"])
-
-
-def test_nested_batches_of_any_tensors():
-    run_distributed(everything_arrives, 4)
 
 
 @dataclasses.dataclass
@@ -160,7 +158,8 @@ def same(a, b):
     return type(a) is type(b) and a == b
 
 
-def side_data():
+@on_ranks(4)
+def test_side_data_arrives_unchanged_and_is_not_unpickled():
     class NoUnpickler(pickle.Unpickler):  # a class, as modules that torch imports late derive from it
         def __init__(self, *args, **kwargs):
             raise AssertionError("unpickled")
@@ -185,11 +184,8 @@ def side_data():
     assert type(received[3]) is torch.return_types.sort
 
 
-def test_side_data_arrives_unchanged_and_is_not_unpickled():
-    run_distributed(side_data, 4)
-
-
-def other_types():
+@on_ranks(4)
+def test_a_type_that_one_rank_lacks_is_an_error_on_all():
     name = f"Made{dist.get_rank() % 2}"
     made = collections.namedtuple(name, "x y")
     made.__module__ = __name__
@@ -205,11 +201,8 @@ def other_types():
     assert total == 4
 
 
-def test_a_type_that_one_rank_lacks_is_an_error_on_all():
-    run_distributed(other_types, 4)
-
-
-def pickled():
+@on_ranks(4)
+def test_anything_is_pickled_where_all_ranks_say_so():
     batches = [(Path("a"), Colour.RED, numbers(4, 3)), {frozenset([1]): None}]
     first, second = ShardLoader(batches, domain(), (Shard(0),), pickled=True)
     assert first[:2] == (Path("a"), Colour.RED) and second == {frozenset([1]): None}
@@ -218,12 +211,9 @@ def pickled():
         ShardLoader(batches, domain(), pickled=domain().get_local_rank() == 0)
 
 
-def test_anything_is_pickled_where_all_ranks_say_so():
-    run_distributed(pickled, 4)
-
-
+@on_ranks(4)
 @host_program()
-def timeouts():
+def test_the_loader_waits_as_long_as_the_program():
     """Of the program's group, whatever torch's default is."""
     host = torch.device("cpu")
     world = dist.group.WORLD._get_backend(host).options._timeout
@@ -231,11 +221,8 @@ def timeouts():
     assert own == world != dist.default_pg_timeout
 
 
-def test_the_loader_waits_as_long_as_the_program():
-    run_distributed(timeouts, 4)
-
-
-def cut_from_batch_to_batch():
+@on_ranks(4)
+def test_batches_are_cut_differently_by_functions_of_the_batch():
     mesh = shared_mesh(4)
     batches = [numbers(n, 3) for n in (9, 4, 17)]
     sharded = ShardLoader(
@@ -249,10 +236,6 @@ def cut_from_batch_to_batch():
     expected = [(6, 0, 2, 1), (1, 1, 1, 0), (14, 0, 2, 1)]
     for x, whole, sizes in zip(sharded, batches, expected, strict=True):
         check(x, whole, {0: sizes})
-
-
-def test_batches_are_cut_differently_by_functions_of_the_batch():
-    run_distributed(cut_from_batch_to_batch, 4)
 
 
 @host_program()
@@ -288,8 +271,9 @@ def test_each_domain_has_its_own_source():
     assert seen[0][0] != seen[0][1]
 
 
+@on_ranks(4)
 @host_program()
-def alone():
+def test_domains_of_one_rank():
     mesh = shared_mesh((4, 1), AXES)["domain"]
     wholes = [numbers(3, 2, seed=dist.get_rank() + i) for i in range(3)]
     for x, whole in zip(ShardLoader(wholes, mesh, (Shard(0),)), wholes, strict=True):
@@ -297,11 +281,8 @@ def alone():
     check(read(wholes[0].numpy(), mesh, (Shard(1),)), wholes[0], {0: (2,)})
 
 
-def test_domains_of_one_rank():
-    run_distributed(alone, 4)
-
-
-def messages():
+@on_ranks(4)
+def test_a_rank_is_sent_its_shard_and_nothing_else():
     """To each rank its shard, in one message, and nothing of what the others get."""
     sent, send = [], dist.send
     dist.send = lambda t, to, **kwargs: (sent.append((to, t.numel())), send(t, to, **kwargs))
@@ -315,11 +296,8 @@ def messages():
     assert sent == ([(0, 3 * 1 * 2 * 8), (3, 3 * 7 * 2 * 8)] if dist.get_rank() == 1 else [])
 
 
-def test_a_rank_is_sent_its_shard_and_nothing_else():
-    run_distributed(messages, 4)
-
-
-def large_shards():
+@on_ranks(4)
+def test_large_shards_travel_in_blocks():
     """Several blocks, whose borders are no rows of the shard."""
     before, loader._BLOCK = loader._BLOCK, 100
     try:
@@ -329,10 +307,6 @@ def large_shards():
             check(x, whole)
     finally:
         loader._BLOCK = before
-
-
-def test_large_shards_travel_in_blocks():
-    run_distributed(large_shards, 4)
 
 
 # -- one rank reads: a batch ahead -------------------------------------------------------------------------------------
@@ -350,7 +324,8 @@ class Counted(Dataset):
         return torch.full((4,), float(i))
 
 
-def arrives_meanwhile():
+@on_ranks(4)
+def test_the_next_batch_is_there_before_it_is_asked_for():
     dataset = Counted()
     sharded = ShardLoader(DataLoader(dataset, batch_size=None), domain(), (Shard(0),), shard_sizes={0: (3, 1)})
     for i, x in enumerate(sharded):
@@ -361,17 +336,14 @@ def arrives_meanwhile():
         check(x, torch.full((4,), float(i)))
 
 
-def test_the_next_batch_is_there_before_it_is_asked_for():
-    run_distributed(arrives_meanwhile, 4)
-
-
 def under_way(sharded, wanted):
     """Whether the transfer is under way still; waits for what is wanted."""
     sharded._transfer._thread.join(0.5 if wanted else 20)
     return sharded._transfer._thread.is_alive()
 
 
-def third_shards():
+@on_ranks(4)
+def test_a_third_shard_waits_until_the_first_is_gone():
     """A receiver keeps two shards: the memory for a third one waits for the first to go, also in a graph."""
     rows = 2 * loader._SMALL // 4
     weight = torch.ones(1, requires_grad=True)
@@ -393,10 +365,6 @@ def third_shards():
         assert (x.to_local() == i + 2).all()
 
 
-def test_a_third_shard_waits_until_the_first_is_gone():
-    run_distributed(third_shards, 4)
-
-
 def reused(n):
     """Batches that are one tensor, written anew for each."""
     whole = torch.empty(6, 2)
@@ -404,7 +372,10 @@ def reused(n):
         yield whole.fill_(i)
 
 
-def copied_late(placement):
+@pytest.mark.on_cpu("an accelerator and its streams are imitated")
+@pytest.mark.parametrize("placement", [Shard(0), Replicate()], ids=str)
+@on_ranks(4)
+def test_copies_to_an_accelerator_overlap_with_its_work(placement):
     """As to an accelerator: the copies are done when they are waited for, and read memory that is there until then."""
     sharded = ShardLoader(reused(4), domain(), (placement,))
     copying, computing = LateStream("copying"), LateStream("computing")
@@ -420,12 +391,6 @@ def copied_late(placement):
             sharded._transfer._thread.join(20)
             assert copying.queued == (i < 3), "nobody but who takes the next batch waits for it"
         assert next(batches, None) is None
-
-
-@pytest.mark.on_cpu("an accelerator and its streams are imitated")
-@pytest.mark.parametrize("placement", [Shard(0), Replicate()], ids=str)
-def test_copies_to_an_accelerator_overlap_with_its_work(placement):
-    run_distributed(copied_late, 4, placement)
 
 
 class Fields(Dataset):
@@ -474,8 +439,13 @@ def test_the_source_holds_one_batch_and_the_others_two_shards(source_rows, other
         assert expected - 4 <= peak <= expected + 20, (rank, peak, expected)
 
 
+def grid_source():
+    return dist.get_rank() == 0
+
+
+@on_ranks(4)
 @host_program()
-def in_step():
+def test_the_source_draws_no_numbers_of_the_program():
     """What the source's loader draws, for its order and in its dataset, does not move its generator."""
     data = TensorDataset(torch.arange(6))
     given = DataLoader(data, batch_size=2, shuffle=True, collate_fn=lambda s: torch.rand(2)) if grid_source() else None
@@ -486,18 +456,11 @@ def in_step():
     assert not torch.equal(*epochs)  # but the loader's own goes on
 
 
-def grid_source():
-    return dist.get_rank() == 0
-
-
-def test_the_source_draws_no_numbers_of_the_program():
-    run_distributed(in_step, 4)
-
-
 # -- one rank reads: leaving, errors, going on -------------------------------------------------------------------------
 
 
-def leave_and_come_back():
+@on_ranks(4)
+def test_loops_may_be_left_nested_and_repeated():
     wholes = [numbers(5, 3, seed=i) for i in range(4)]
     first, second = (ShardLoader(wholes, domain(), (Shard(d),), source=int(domain().mesh[d])) for d in (0, 1))
     for stop in (0, 2, 3):
@@ -532,10 +495,6 @@ def leave_and_come_back():
     total = torch.ones(1)
     dist.all_reduce(total)
     assert total == 4
-
-
-def test_loops_may_be_left_nested_and_repeated():
-    run_distributed(leave_and_come_back, 4)
 
 
 class Broken(Dataset):
@@ -669,15 +628,12 @@ def test_ranks_in_different_numbers_of_groups():
     run_distributed(in_other_groups, 3)
 
 
-def bad_source():
+@on_ranks(4)
+def test_a_source_outside_the_mesh_is_an_error():
     with pytest.raises(ValueError, match=r"source=9 is not in the mesh \[., .\]; name a global rank of the mesh"):
         ShardLoader([], domain(), source=9)
     with pytest.raises(RuntimeError, match="no mesh was given"):
         ShardLoader([])
-
-
-def test_a_source_outside_the_mesh_is_an_error():
-    run_distributed(bad_source, 4)
 
 
 @host_program()
@@ -721,17 +677,14 @@ def test_resuming_gives_the_next_unseen_batch(workers):
     run_distributed(resume, 4, workers)
 
 
-def no_state():
+@on_ranks(4)
+def test_a_loader_without_state_says_so():
     sharded = ShardLoader(DataLoader([1, 2]), domain())
     if sharded.is_source:
         with pytest.raises(AttributeError, match="state_dict"):
             sharded.state_dict()
     else:
         assert sharded.state_dict() == {}
-
-
-def test_a_loader_without_state_says_so():
-    run_distributed(no_state, 4)
 
 
 # -- each rank reads ---------------------------------------------------------------------------------------------------
@@ -766,7 +719,8 @@ INDICES = [
 ]
 
 
-def own_slices():
+@on_ranks(4)
+def test_a_rank_reads_its_own_slice_only():
     mesh = grid()
     values = np.arange(7 * 2 * 11, dtype=np.float32).reshape(7, 2, 11)
     for index in INDICES:
@@ -789,12 +743,9 @@ def own_slices():
                 assert np.array_equal(values[array.asked[0]], x.to_local().cpu().numpy())
 
 
-def test_a_rank_reads_its_own_slice_only():
-    run_distributed(own_slices, 4)
-
-
+@on_ranks(4)
 @host_program()
-def kinds_of_numbers():
+def test_dtypes_byte_orders_and_own_memory():
     mesh = shared_mesh(4)
     values = np.arange(9 * 2).reshape(9, 2)
     for dtype in ("<f4", ">f4", ">i2", "?", "<u2", ">c8", "f2"):
@@ -811,11 +762,8 @@ def kinds_of_numbers():
     assert read(torch.arange(4), mesh, (Shard(0),)).to_local().item() == dist.get_rank()
 
 
-def test_dtypes_byte_orders_and_own_memory():
-    run_distributed(kinds_of_numbers, 4)
-
-
-def bad_reads():
+@on_ranks(4)
+def test_bad_indices_and_layouts_raise_before_anything_is_read():
     mesh, array = grid(), Recording(np.zeros((4, 6)))
     cases = [
         (TypeError, "only integers, slices and", {"index": ([0, 1],)}),
@@ -841,16 +789,9 @@ def bad_reads():
     assert not array.asked and not chunked.asked
 
 
-def test_bad_indices_and_layouts_raise_before_anything_is_read():
-    run_distributed(bad_reads, 4)
-
-
 @pytest.mark.parametrize(("n", "chunk", "sizes"), [(17, 4, (4, 4, 4, 5)), (6, 4, (0, 4, 0, 2)), (3, 1, (0, 1, 1, 1))])
+@on_ranks(4)
 def test_cuts_between_chunks(n, chunk, sizes):
-    run_distributed(between_chunks, 4, n, chunk, sizes)
-
-
-def between_chunks(n, chunk, sizes):
     array = Recording(np.arange(3 * n).reshape(3, n), chunks=(2, chunk))
     whole = torch.arange(3 * n).view(3, n)
     check(read(array, shared_mesh(4), (Shard(1),), shard_sizes="chunks"), whole, {0: sizes})
@@ -1062,8 +1003,9 @@ def test_values_and_dtype_are_those_that_the_reader_returns(kind, tmp_path):
     run_distributed(unpacked, 3, kind, str(tmp_path))
 
 
+@on_ranks(3)
 @host_program()
-def masked_points():
+def test_masked_points_are_filled_or_an_error():
     """Only rank 2 of three reads a masked point; rank 1 has an empty shard."""
     mesh, rank = shared_mesh(3, device_type=device_of_meshes), dist.get_rank()
     layout = {"placements": (Shard(1),), "shard_sizes": {0: (5, 0, 3)}}
@@ -1092,10 +1034,6 @@ def masked_points():
     kind, text = (ValueError, "are masked") if rank == 2 else (RuntimeError, r"ranks \[2\] could not read a batch")
     with pytest.raises(kind, match=text):
         list(dataset.batches(DataLoader(dataset, batch_size=7)))
-
-
-def test_masked_points_are_filled_or_an_error():
-    run_distributed(masked_points, 3)
 
 
 @host_program()
@@ -1134,7 +1072,8 @@ class Unequal:
         return piece / 2 if piece.size else piece
 
 
-def other_dtypes():
+@on_ranks(2)
+def test_dtypes_that_torch_does_not_have_and_readers_that_change_theirs():
     mesh = shared_mesh(2)
     with pytest.raises(TypeError, match=r"float64, but an empty slice of the array is torch.int64; pass dtype="):
         read(Unequal(), mesh, (Shard(0),))
@@ -1144,10 +1083,6 @@ def other_dtypes():
         for make in (read, SliceDataset):
             with pytest.raises(TypeError, match="torch has no dtype for NumPy's"):
                 make(np.stack([values] * 3), mesh, (Shard(1),), shard_sizes={0: (3, 0)})
-
-
-def test_dtypes_that_torch_does_not_have_and_readers_that_change_theirs():
-    run_distributed(other_dtypes, 2)
 
 
 def dates(path):
@@ -1234,7 +1169,9 @@ class Slow(Full):
         self.stored[key] = value
 
 
-def while_it_computes():
+@pytest.mark.on_device
+@on_ranks(2)
+def test_writes_while_the_next_step_is_computed():
     mesh, rank, array = shared_mesh(2), dist.get_rank(), Slow()
     x = shard(torch.arange(6.0), mesh, [Shard(0)], {0: (5, 1)})
     own = slice(0, 5) if rank == 0 else slice(5, 6)
@@ -1254,12 +1191,8 @@ def while_it_computes():
     assert array.order[:3] == [0, 1, 2]
 
 
-@pytest.mark.on_device
-def test_writes_while_the_next_step_is_computed():
-    run_distributed(while_it_computes, 2)
-
-
-def without_waiting_for_the_device():
+@on_ranks(2)
+def test_a_write_does_not_wait_for_the_device(emulated):
     """Later writes, whose places are compared with the next number, cost the host nothing."""
     from device.emulated import counted
 
@@ -1272,10 +1205,6 @@ def without_waiting_for_the_device():
         writing = write(array, x, index=1, wait=False)
     assert not seen.total("sync") and not any("pageable" in name for _, name in seen.events), seen.of("sync")
     writing.wait()
-
-
-def test_a_write_does_not_wait_for_the_device(emulated):
-    run_distributed(without_waiting_for_the_device, 2)
 
 
 class Packed:
@@ -1292,7 +1221,8 @@ class Packed:
         self.stored[key] = np.round((values - 270.0) / 0.01)
 
 
-def converted():
+@on_ranks(2)
+def test_values_are_written_as_they_would_be_read_or_refused():
     mesh, rank = shared_mesh(2), dist.get_rank()
     array, values = Packed((8,)), torch.tensor([270.0, 270.01, 270.5, 271.99, 1.0, 2.0, 269.99, 280.0]).double()
     write(array, shard(values, mesh, [Shard(0)], {0: (5, 3)}))
@@ -1309,10 +1239,6 @@ def converted():
             write(array, shard(values, mesh, [Shard(0)]))
         assert array.sum() == 4
     write(array := np.zeros(8, np.float16), shard(values / 3, mesh, [Shard(0)]))  # rounded
-
-
-def test_values_are_written_as_they_would_be_read_or_refused():
-    run_distributed(converted, 2)
 
 
 def to_a_full_disk():
@@ -1335,8 +1261,9 @@ def test_each_rank_writes_its_shard(kind, tmp_path):
     run_distributed(to_file, 4, kind, path)
 
 
+@on_ranks(4)
 @host_program()
-def several_arrays():
+def test_several_arrays_of_one_sample():
     x, y = Recording(VALUES), Recording(np.arange(6))
     layout = {"fields": ((Shard(2),), (Shard(3),)), "label": (Replicate(),)}
     dataset = SliceDataset({"fields": (x, x), "label": y}, domain(), layout)
@@ -1355,10 +1282,6 @@ def several_arrays():
         asked = [key[1:] for key in x.asked if key[0] == i]
         both, every = slice(0, 2, 1), (slice(0, 11, 1), slice(0, 4, 1))
         assert asked == [(both, rows, every[1]), (both, every[0], columns)]
-
-
-def test_several_arrays_of_one_sample():
-    run_distributed(several_arrays, 4)
 
 
 class Unreadable(Recording):
