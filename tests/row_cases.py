@@ -28,10 +28,6 @@ def placed(dims):
     return [Replicate() if d is None else Shard(d) for d in dims]
 
 
-def world_of(mesh_shape):
-    return mesh_shape if isinstance(mesh_shape, int) else 4
-
-
 def check_all(cases, mesh_shape, dims, sizes, **options):
     """Compare every ``(name, function, tensor)``; the failures of all of them at once."""
     failures = []

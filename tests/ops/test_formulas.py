@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from halves import in_halves, is_in
+from on_ranks import on_ranks
 from seeded import seeded
 from torch.distributed.tensor import DTensor, Shard
 
@@ -217,7 +218,8 @@ def test_values(ranks, half):
         assert not failures, "\n".join(failures)
 
 
-def without_kernels():
+@on_ranks(2)
+def test_without_kernels_of_the_cpu_and_twice():
     """Root mean square norm's gradient, for which the CPU has no kernel; and gradients of gradients."""
     x, g, w = values(5, 4, 6), values(5, 4, 6, seed=1), values(4, 6, seed=2)
     root = (x.square().mean((1, 2), keepdim=True) + 1e-5).rsqrt()
@@ -241,10 +243,6 @@ def without_kernels():
             assert info.any() and "Batch element 2" in str(error)
         else:
             assert not info.any()
-
-
-def test_without_kernels_of_the_cpu_and_twice():
-    run_distributed(without_kernels, 2)
 
 
 def refused():

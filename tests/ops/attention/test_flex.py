@@ -8,6 +8,7 @@ from unittest import mock
 
 import pytest
 import torch
+from on_ranks import on_ranks
 from torch.distributed.tensor import Replicate, Shard
 from torch.nn.attention import flex_attention as functions
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, create_mask, flex_attention
@@ -46,27 +47,6 @@ def attend(q, k, v, table, document, block):
     return flex_attention_operator(q, k, v, score_mod, mask, 0.3, {}, (table,), (document,))[:2]
 
 
-def check_layouts(cases) -> None:
-    for rows, keys, placements, sizes, mesh_shape, block, *heads in cases:
-        q_heads, kv_heads, kv_batch = heads or (4, 4, 3)
-        shapes = (3, q_heads, rows, 5), (kv_batch, kv_heads, keys, 5), (kv_batch, kv_heads, keys, 2)
-        torch.manual_seed(0)
-        q, k, v = (torch.randn(shape, dtype=torch.float64) for shape in shapes)
-        table = torch.randn(q_heads, rows + keys, dtype=torch.float64)
-        document = torch.randint(3, (3, max(rows, keys))).sort(1).values
-        try:
-            assert_matches_unsharded(
-                attend,
-                *(q, k, v, table, document, block),
-                mesh_shape=mesh_shape,
-                placements=[*placements, [Replicate()] * len(placements[0] or WHOLE), None, None],
-                shard_sizes=[*(sizes or [None] * 3), None, None, None],
-                rtol=1e-10,
-            )
-        except Exception as error:
-            raise AssertionError(f"{rows} x {keys}, {placements} {sizes}, blocks of {block}") from error
-
-
 def alike(*sizes):
     return [dict(enumerate(sizes))] * 3
 
@@ -101,11 +81,30 @@ def alike(*sizes):
         ),
     ],
 )
+@on_ranks("world")
 def test_layouts(world, cases):
-    run_distributed(check_layouts, world, cases)
+    for rows, keys, placements, sizes, mesh_shape, block, *heads in cases:
+        q_heads, kv_heads, kv_batch = heads or (4, 4, 3)
+        shapes = (3, q_heads, rows, 5), (kv_batch, kv_heads, keys, 5), (kv_batch, kv_heads, keys, 2)
+        torch.manual_seed(0)
+        q, k, v = (torch.randn(shape, dtype=torch.float64) for shape in shapes)
+        table = torch.randn(q_heads, rows + keys, dtype=torch.float64)
+        document = torch.randint(3, (3, max(rows, keys))).sort(1).values
+        try:
+            assert_matches_unsharded(
+                attend,
+                *(q, k, v, table, document, block),
+                mesh_shape=mesh_shape,
+                placements=[*placements, [Replicate()] * len(placements[0] or WHOLE), None, None],
+                shard_sizes=[*(sizes or [None] * 3), None, None, None],
+                rtol=1e-10,
+            )
+        except Exception as error:
+            raise AssertionError(f"{rows} x {keys}, {placements} {sizes}, blocks of {block}") from error
 
 
-def check_blocks() -> None:
+@on_ranks(3)
+def test_blocks():
     """What kernels see of a mask: full blocks, and of others what its function says. Eager mode looks at no blocks."""
     document = torch.randint(3, (2, 97)).sort(1).values
     where = document.device
@@ -131,10 +130,6 @@ def check_blocks() -> None:
         assert torch.equal(shown & partly[(..., *at)] | entirely[(..., *at)], whole)
 
 
-def test_blocks():
-    run_distributed(check_blocks, 3)
-
-
 def check_function(compiled: bool) -> None:
     """torch's own function, with functions that have captured a table that is learned."""
     torch.manual_seed(0)
@@ -151,7 +146,8 @@ def check_function(compiled: bool) -> None:
     assert_matches_unsharded(attended, *tensors, check_grads=not compiled, **layout)
 
 
-def check_messages() -> None:
+@on_ranks(2)
+def test_messages():
     """Keys and values travel in one message each way; with a rank that has no queries, one way; by heads none."""
     table, document = torch.randn(4, 66, dtype=torch.float64), torch.zeros(3, 33, dtype=torch.int64)
     for placements, sizes in ((ROWS, (20, 13)), (ROWS, (33, 0)), (HEADS, (1, 3))):
@@ -167,17 +163,10 @@ def check_messages() -> None:
         assert counted.messages == int(sends)
 
 
-def test_messages():
-    run_distributed(check_messages, 2)
-
-
 @pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
+@on_ranks(2, timeout=300)
 def test_function(compiled):
     # On CPUs torch's function refuses gradients, but the operator that it calls has them.
-    run_distributed(check_function_with_gradients, 2, compiled, timeout=300)
-
-
-def check_function_with_gradients(compiled: bool) -> None:
     with mock.patch.object(functions, "_validate_device", lambda *operands: None):
         check_function(compiled)
 

@@ -6,6 +6,7 @@ import copy
 
 import pytest
 import torch
+from on_ranks import on_ranks
 from torch import nn
 from torch.distributed.tensor import Replicate, Shard
 
@@ -46,7 +47,9 @@ def padding(batch: int, length: int) -> torch.Tensor:
     return mask
 
 
-def check_modules(batch_first: bool) -> None:
+@pytest.mark.parametrize("batch_first", [True, False])
+@on_ranks(2)
+def test_multihead_attention(batch_first):
     torch.manual_seed(0)
     dim = 1 if batch_first else 0
     x = data(2, 7, 8) if batch_first else data(7, 2, 8)
@@ -79,11 +82,6 @@ def check_modules(batch_first: bool) -> None:
         check(plain, x[0] if batch_first else x[:, 0], placements=[Shard(0)], sizes=SIZES)  # unbatched
 
 
-@pytest.mark.parametrize("batch_first", [True, False])
-def test_multihead_attention(batch_first):
-    run_distributed(check_modules, 2, batch_first)
-
-
 class Padded(nn.Module):
     def __init__(self, module):
         super().__init__()
@@ -93,7 +91,8 @@ class Padded(nn.Module):
         return self.module(x, src_key_padding_mask=mask)
 
 
-def check_layers() -> None:
+@on_ranks(2)
+def test_transformer_layers():
     torch.manual_seed(0)
     x = data(2, 7, 8)
     for norm_first in (False, True):
@@ -117,11 +116,8 @@ def check_layers() -> None:
     )
 
 
-def test_transformer_layers():
-    run_distributed(check_layers, 2)
-
-
-def check_inference() -> None:
+@on_ranks(2)
+def test_inference():
     """Where plain tensors take torch's fused layers, ShardTensors take the steps that they consist of."""
     torch.manual_seed(0)
     layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True).double().eval()
@@ -140,21 +136,14 @@ def check_inference() -> None:
                 )
 
 
-def test_inference():
-    run_distributed(check_inference, 2)
-
-
-def check_two_mesh_dims() -> None:
+@on_ranks(4)
+def test_two_mesh_dims():
     torch.manual_seed(0)
     layer = nn.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True).double()
     sizes = {0: (1, 2), 1: (6, 1)}
     assert_matches_unsharded(
         layer, data(3, 7, 8), mesh_shape=(2, 2), placements=[Shard(0), Shard(1)], shard_sizes=sizes
     )
-
-
-def test_two_mesh_dims():
-    run_distributed(check_two_mesh_dims, 4)
 
 
 def check_messages() -> tuple[int, dict]:
@@ -176,7 +165,8 @@ def test_messages():
     assert all(collectives == {"all_to_all": 2, "all_reduce": 1} for _, collectives in results)
 
 
-def check_autocast() -> None:
+@on_ranks(2)
+def test_autocast():
     """The gradients have the dtypes of what they belong to, and the errors of one device."""
     torch.manual_seed(0)
     module, x = nn.MultiheadAttention(8, 2, batch_first=True), torch.randn(2, 7, 8)
@@ -194,11 +184,8 @@ def check_autocast() -> None:
         torch.testing.assert_close(ours, whole, rtol=0.03, atol=0.003)
 
 
-def test_autocast():
-    run_distributed(check_autocast, 2)
-
-
-def check_second_derivatives() -> None:
+@on_ranks(2)
+def test_second_derivatives():
     """Those by the output's projection need first derivatives of the attention only, so they are there."""
     torch.manual_seed(0)
     module, x = nn.MultiheadAttention(8, 2, batch_first=True).double(), data(2, 7, 8)
@@ -211,10 +198,6 @@ def check_second_derivatives() -> None:
         module.zero_grad()
     found[1][0] = found[1][0].full_tensor()
     torch.testing.assert_close(found[1], found[0], rtol=1e-10, atol=1e-12)
-
-
-def test_second_derivatives():
-    run_distributed(check_second_derivatives, 2)
 
 
 def call_with_a_wrong_mask() -> None:
@@ -242,8 +225,11 @@ def gradients_in(dtype, module, x, grad, others):
 OTHERS = {"self": lambda x: (x, x), "cross": lambda x: [x * 1] * 2, "key and value": lambda x: (x * 1, x * 2)}
 
 
+@pytest.mark.parametrize("ring", [False, True])
+@pytest.mark.parametrize("name", OTHERS)
+@on_ranks(2)
 @shardtensor.half_precision("exact")
-def check_cancelling(name, ring):
+def test_gradients_of_weights_in_half_precision(name, ring):
     """The ranks' contributions to the gradients of weights are opposite, but for a hundredth."""
     torch.manual_seed(0)
     module = nn.MultiheadAttention(16, 4, batch_first=True).bfloat16()
@@ -259,9 +245,3 @@ def check_cancelling(name, ring):
         error, of_one = ((g[p] - exact[p]).abs().max() for g in (found, one))
         unit = torch.finfo(torch.bfloat16).eps * exact[p].abs().max()
         assert error <= 2 * torch.maximum(of_one, unit / 2), f"{p}: off by {error}, one device by {of_one}"
-
-
-@pytest.mark.parametrize("ring", [False, True])
-@pytest.mark.parametrize("name", OTHERS)
-def test_gradients_of_weights_in_half_precision(name, ring):
-    run_distributed(check_cancelling, 2, name, ring)

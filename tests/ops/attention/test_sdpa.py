@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from copied import Copied
+from on_ranks import on_ranks
 from spatial_cases import squared_gradient
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -118,7 +119,8 @@ def test_grid(world, length, method):
     run_distributed(check_grid, world, world, length, length + world, method)
 
 
-def check_other_ways() -> None:
+@on_ranks(3)
+def test_other_ways_to_send():
     """Point-to-point messages, and the checks of debugging."""
     os.environ["SHARDTENSOR_DEBUG"] = "1"
     try:
@@ -127,10 +129,6 @@ def check_other_ways() -> None:
                 check_grid(3, 7, 5, method)
     finally:
         del os.environ["SHARDTENSOR_DEBUG"]
-
-
-def test_other_ways_to_send():
-    run_distributed(check_other_ways, 3)
 
 
 @pytest.mark.slow
@@ -303,7 +301,8 @@ def test_many_placements(seed):
 # -- rows without keys, zeros, half precision --------------------------------------------------------------------------
 
 
-def check_rows_that_see_nothing() -> None:
+@on_ranks(2)
+def test_rows_that_see_nothing():
     """They are zero, as in torch, whether nobody sees them or the one rank that has their keys does not."""
     q, k, v = (shard(data(1, 2, 6, 4), shared_mesh(2), ROWS, {0: (4, 2)}) for _ in range(3))
     for mask in (torch.zeros(6, 6, dtype=torch.bool), torch.full((6, 6), float("-inf"), dtype=torch.float64)):
@@ -312,11 +311,9 @@ def check_rows_that_see_nothing() -> None:
     assert (zero == 0).all()
 
 
-def test_rows_that_see_nothing():
-    run_distributed(check_rows_that_see_nothing, 2)
-
-
-def check_overflow(method) -> None:
+@pytest.mark.parametrize("method", METHODS)
+@on_ranks(2)
+def test_scores_that_overflow(method):
     """A key whose score overflows to -inf counts for nothing, also where it is the only one of its rank."""
     q, v = torch.full((1, 1, 4, 2), 1e200, dtype=torch.float64), data(1, 1, 4, 2)
     k = torch.zeros_like(q)
@@ -336,11 +333,8 @@ def check_overflow(method) -> None:
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_scores_that_overflow(method):
-    run_distributed(check_overflow, 2, method)
-
-
-def check_nan(method) -> None:
+@on_ranks(3)
+def test_nan_is_not_lost(method):
     """Comes out where it went in, however few keys a rank has: torch's kernel makes it zero if they are very few."""
     torch.manual_seed(0)
     for dtype in (torch.float64, torch.float32):
@@ -354,15 +348,13 @@ def check_nan(method) -> None:
             assert torch.equal(y.full_tensor().isnan(), expected)
 
 
+@pytest.mark.on_device
 @pytest.mark.parametrize("method", METHODS)
-def test_nan_is_not_lost(method):
-    run_distributed(check_nan, 3, method)
-
-
-def check_half_precision(dtype, method) -> None:
+@on_ranks(3)
+def test_half_precision(method):
     """Twice the error that torch itself makes in this precision is allowed."""
     torch.manual_seed(0)
-    q, k, v, grad = (data(2, 4, 61, 8).to(dtype) for _ in range(4))
+    q, k, v, grad = (data(2, 4, 61, 8).to(torch.bfloat16) for _ in range(4))
     for options in ({}, {"is_causal": True}):
 
         def run(cast, options=options):
@@ -375,18 +367,18 @@ def check_half_precision(dtype, method) -> None:
         with shardtensor.attention_method(method):
             ours = run(lambda t: shard(t, shared_mesh(3), ROWS, {0: (20, 1, 40)}))
         for what, a, b, c in zip(("result", "query", "key", "value"), exact, whole, ours):
-            assert c.dtype == dtype
+            assert c.dtype == torch.bfloat16
             theirs, mine = (b - a).abs().max().item(), (c - a).abs().max().item()
             assert mine <= 2 * theirs, f"{what}, {options}: error {mine}, torch's {theirs}"
 
 
-@pytest.mark.on_device
-@pytest.mark.parametrize("method", METHODS)
-def test_half_precision(method):
-    run_distributed(check_half_precision, 3, torch.bfloat16, method)
+# GPUs compute scores of three dims by products, which are rounded otherwise for other numbers of batches.
+PRODUCTS = pytest.param((4, 7, 8), marks=pytest.mark.on_cpu("rounding depends on the number of batches"))
 
 
-def check_kernel_of_one_device(shape):
+@pytest.mark.parametrize("shape", [PRODUCTS, (4, 2, 7, 8)], ids=str)
+@on_ranks(2)
+def test_batches_are_computed_by_the_kernel_of_one_device(shape):
     """Keys that are nearly equal: the kernels differ in what they make of their gradients, so it has to be the same."""
     q, k, v = (torch.randn(shape).bfloat16() for _ in range(3))
     k = (k / 128 + 1).detach()
@@ -400,17 +392,13 @@ def check_kernel_of_one_device(shape):
         assert torch.equal(a.full_tensor(), b)
 
 
-# GPUs compute scores of three dims by products, which are rounded otherwise for other numbers of batches.
-PRODUCTS = pytest.param((4, 7, 8), marks=pytest.mark.on_cpu("rounding depends on the number of batches"))
+@pytest.mark.parametrize("sizes, dim", [((4, 0), 0), ((7, 0), 1), ((5, 2), 1)])
+@on_ranks(2)
+def test_half_precision_of_fewer_than_four_dims(sizes, dim):
+    """Keys that are nearly equal, whose gradients cancel: torch's kernel for fewer than four dims keeps float32.
 
-
-@pytest.mark.parametrize("shape", [PRODUCTS, (4, 2, 7, 8)], ids=str)
-def test_batches_are_computed_by_the_kernel_of_one_device(shape):
-    run_distributed(check_kernel_of_one_device, 2, shape)
-
-
-def check_fewer_dims(sizes, dim):
-    """Keys that are nearly equal, whose gradients cancel: torch's kernel for fewer than four dims keeps float32."""
+    Also where some rank's shard is empty, so that no rank calls torch's kernel.
+    """
     torch.manual_seed(0)
     q, k, v = (torch.randn(4, 7, 8) for _ in range(3))
     q, k, v = (t.bfloat16() for t in (q, k / 128 + 1, v))
@@ -426,13 +414,9 @@ def check_fewer_dims(sizes, dim):
         assert (c - a).abs().max() <= 2 * (b - a).abs().max()
 
 
-@pytest.mark.parametrize("sizes, dim", [((4, 0), 0), ((7, 0), 1), ((5, 2), 1)])
-def test_half_precision_of_fewer_than_four_dims(sizes, dim):
-    """Also where some rank's shard is empty, so that no rank calls torch's kernel."""
-    run_distributed(check_fewer_dims, 2, sizes, dim)
-
-
-def check_without_flash(method) -> None:
+@pytest.mark.parametrize("method", METHODS)
+@on_ranks(3)
+def test_without_flash(method):
     """With explicit scores, or torch's own after a fetch; also where a rank has no queries or no keys."""
     torch.manual_seed(0)
     q, k, v, bias = data(2, 4, 9, 4), data(2, 2, 9, 4), data(2, 2, 9, 4), data(9, 9)
@@ -448,12 +432,8 @@ def check_without_flash(method) -> None:
                 )
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_without_flash(method):
-    run_distributed(check_without_flash, 3, method)
-
-
-def check_autocast() -> None:
+@on_ranks(2)
+def test_autocast():
     torch.manual_seed(0)
     q = data(1, 2, 7, 4).float()
     x = shard(q, shared_mesh(2), ROWS, L, requires_grad=True)
@@ -466,11 +446,8 @@ def check_autocast() -> None:
     assert x.grad.dtype == torch.float32
 
 
-def test_autocast():
-    run_distributed(check_autocast, 2)
-
-
-def check_causal_bias() -> None:
+@on_ranks(2)
+def test_causal_bias():
     """torch's own names for causal masks, aligned at either corner."""
     torch.manual_seed(0)
     for length, keys in ((7, 7), (5, 9), (9, 5)):
@@ -495,10 +472,6 @@ def check_causal_bias() -> None:
                             shard_sizes=[{0: (length - 3, 3)} if rows == ROWS else None]
                             + [{0: (1, keys - 1)} if columns == ROWS else None] * 2,
                         )
-
-
-def test_causal_bias():
-    run_distributed(check_causal_bias, 2)
 
 
 # -- causal rings, balanced --------------------------------------------------------------------------------------------
@@ -545,7 +518,9 @@ def test_balanced_rings_on_a_device(emulated):
     run_distributed(check_balanced, 3, 3, torch.float32)
 
 
-def check_balanced_steps(half: bool) -> None:
+@pytest.mark.parametrize("half", [False, True])
+@on_ranks(3)
+def test_steps_of_balanced_rings(half):
     torch.manual_seed(0)
     mesh, world = shared_mesh(3), 3
     dtype = torch.bfloat16 if half else torch.float64
@@ -569,12 +544,9 @@ def check_balanced_steps(half: bool) -> None:
     assert cheap.collectives == {"all_to_all": world - 1}, "where scores are cheap, nothing is exchanged for them"
 
 
-@pytest.mark.parametrize("half", [False, True])
-def test_steps_of_balanced_rings(half):
-    run_distributed(check_balanced_steps, 3, half)
-
-
-def check_compiled(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)])
+@on_ranks(2, timeout=180.0)
+def test_compiled_rings_on_a_device(dtype, emulated):
     """A balanced ring, and one with the gradient of a mask, in a graph."""
     torch.manual_seed(0)
     q, k, v, bias = (data(1, 2, 47, n, dtype=dtype) for n in (8, 8, 8, 47))
@@ -588,11 +560,6 @@ def check_compiled(dtype: torch.dtype) -> None:
                 placements=ROWS,
                 shard_sizes={0: (40, 7)},
             )
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)])
-def test_compiled_rings_on_a_device(dtype, emulated):
-    run_distributed(check_compiled, 2, dtype, timeout=180.0)
 
 
 def check_equal_work() -> list[float]:
@@ -858,7 +825,8 @@ def test_choice_of_the_method():
     assert run_distributed(check_choice, 4) == [[2, 3, 1, 3]] * 4
 
 
-def check_kept() -> None:
+@on_ranks(2)
+def test_plans_are_kept():
     def step(method) -> None:
         q, k, v = (shard(data(1, 4, 9, 4), shared_mesh(2), ROWS, {0: (2, 7)}, requires_grad=True) for _ in range(3))
         with shardtensor.attention_method(method):
@@ -869,10 +837,6 @@ def check_kept() -> None:
         with mock.patch("shardtensor.ops.attention.sdpa.layout_of", side_effect=AssertionError("not kept")):
             for _ in range(3):
                 step(method)
-
-
-def test_plans_are_kept():
-    run_distributed(check_kept, 2)
 
 
 MANY = (3, 2, 5, 1, 1, 9, 2, 1, 4, 7, 1, 2)
@@ -893,7 +857,8 @@ def test_every_rank_of_many():
 # -- entry points -----------------------------------------------------------------------------------------------------
 
 
-def check_entry_points() -> None:
+@on_ranks(2)
+def test_entry_points():
     torch.manual_seed(0)
     whole = data(1, 2, 7, 4)
     x = shard(whole, shared_mesh(2), ROWS, L)
@@ -921,18 +886,11 @@ def check_entry_points() -> None:
     torch.testing.assert_close(x.grad.full_tensor(), leaf.grad, rtol=1e-10, atol=1e-12)
 
 
-def test_entry_points():
-    run_distributed(check_entry_points, 2)
-
-
-def check_twice_on_a_device() -> None:
+@on_ranks(2)
+def test_composed_attention_of_devices_is_differentiated_twice(emulated):
     penalty = squared_gradient(lambda x: sdpa(x, x, x))
     with shardtensor.attention_method("fetch"):
         assert_matches_unsharded(penalty, data(2, 4, 8, 4), mesh_shape=2, placements=ROWS, shard_sizes={0: (5, 3)})
-
-
-def test_composed_attention_of_devices_is_differentiated_twice(emulated):
-    run_distributed(check_twice_on_a_device, 2)
 
 
 # -- errors ------------------------------------------------------------------------------------------------------------

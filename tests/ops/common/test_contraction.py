@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from on_ranks import on_ranks
 from torch import nn
 from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
 
@@ -53,7 +54,9 @@ def check(function, operands, ranks):
 # -- every pair of cuts of a matrix product ---------------------------------------------------------------------------
 
 
-def check_pairs(ranks):
+@pytest.mark.parametrize("ranks", [2, 3])
+@on_ranks("ranks")
+def test_any_two_cuts_of_a_product(ranks):
     kinds = ("even", "first", "last")
     turn = 0
     shapes = [((7, 5), (5, 6)), ((3, 7, 5), (3, 5, 6))] if ranks == 2 else [((7, 5), (5, 6)), ((2, 3, 7, 5), (3, 5, 2))]
@@ -64,11 +67,6 @@ def check_pairs(ranks):
                 check(torch.matmul, [(a, i, kinds[turn % 3]), (b, j, kinds[turn // 2 % 3])], ranks)
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_any_two_cuts_of_a_product(ranks):
-    run_distributed(check_pairs, ranks, ranks)
-
-
 def added(name, **scales):
     return lambda input, a, b: getattr(torch, name)(input, a, b, **scales)
 
@@ -77,7 +75,8 @@ def written(name):
     return lambda input, a, b: getattr(input.clone(), name + "_")(a, b, beta=2, alpha=0.5)
 
 
-def check_names():
+@on_ranks(2)
+def test_products_by_name():
     ranks = 2
     for name, input, a, b in [
         ("addmm", (7, 5), (7, 3), (3, 5)),
@@ -109,10 +108,6 @@ def check_names():
     check(lambda a, b, c: torch.linalg.multi_dot([a, b, c]), [rows, ((3, 5), 1, "even"), ((5, 2), 0, "even")], ranks)
     check(torch.cov, [((5, 7), 0, "even")], ranks)
     check(torch.corrcoef, [((5, 7), 1, "even")], ranks)
-
-
-def test_products_by_name():
-    run_distributed(check_names, 2)
 
 
 # -- einsum -----------------------------------------------------------------------------------------------------------
@@ -147,13 +142,10 @@ def drawn(case):
         check(lambda *t: torch.einsum(equation, *t), operands, torch.distributed.get_world_size())
 
 
-def check_einsum():
-    drawn()
-
-
 @pytest.mark.parametrize("ranks", [2, 3])
+@on_ranks("ranks")
 def test_einsum(ranks):
-    run_distributed(check_einsum, ranks)
+    drawn()
 
 
 def test_letters():
@@ -166,7 +158,8 @@ def test_letters():
 # -- layers -----------------------------------------------------------------------------------------------------------
 
 
-def check_layers():
+@on_ranks(2)
+def test_layers_with_cut_weights():
     bilinear = nn.Bilinear(3, 2, 4).double()
     for dim, kind in ((0, "even"), (0, "last"), (1, "even")):
         operands = [((7, 3), dim, kind), ((7, 2), dim, kind)]
@@ -191,14 +184,11 @@ def check_layers():
     torch.testing.assert_close(distributed.grad.full_tensor(), plain.grad, rtol=1e-10, atol=1e-12)
 
 
-def test_layers_with_cut_weights():
-    run_distributed(check_layers, 2)
-
-
 # -- several mesh dims ----------------------------------------------------------------------------------------------
 
 
-def check_two_mesh_dims():
+@on_ranks(4)
+def test_a_mesh_of_two_dims():
     for a, pa, b, pb in [
         ((7, 5), [Shard(0), Replicate()], (5, 6), [Shard(1), Replicate()]),  # a ring on the first
         ((7, 5), [Replicate(), Shard(0)], (5, 6), [Shard(0), Shard(1)]),  # a Partial and a ring
@@ -206,10 +196,6 @@ def check_two_mesh_dims():
         ((3, 7, 5), [Shard(0), Shard(1)], (5, 6), [Shard(0), Shard(1)]),  # two rings
     ]:
         assert_matches_unsharded(torch.matmul, data(*a), data(*b), mesh_shape=(2, 2), placements=[pa, pb])
-
-
-def test_a_mesh_of_two_dims():
-    run_distributed(check_two_mesh_dims, 4)
 
 
 # -- what is sent -----------------------------------------------------------------------------------------------------

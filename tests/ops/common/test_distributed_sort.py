@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from halves import half_of, in_halves
+from on_ranks import on_ranks
 from torch.distributed.tensor import Replicate, Shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -29,7 +30,10 @@ def awkward_rows(rows, dtype):
     return x.to(dtype)
 
 
-def check_sorted(half):
+@pytest.mark.parametrize("half", [0, pytest.param(1, marks=pytest.mark.slow)])
+@on_ranks(3)
+def test_sorted_rows_and_their_elements(half):
+    """Bit by bit what a stable sort on one device gives, whatever the dtype and the columns of each rank."""
     group, rank = dist.group.WORLD, dist.get_rank()
     torch.manual_seed(0)
     for dtype in DTYPES:
@@ -49,12 +53,6 @@ def check_sorted(half):
             places = torch.tensor([0, 5, 16]).repeat(rows, 1)
             found = find_places(sort_keys(ordered, descending), dtype, places, [group])
             assert torch.equal(found.pick(index.gather(-1, order), [group]), expected.indices[:, [0, 5, 16]])
-
-
-@pytest.mark.parametrize("half", [0, pytest.param(1, marks=pytest.mark.slow)])
-def test_sorted_rows_and_their_elements(half):
-    """Bit by bit what a stable sort on one device gives, whatever the dtype and the columns of each rank."""
-    run_distributed(check_sorted, 3, half)
 
 
 class Waits(TorchDispatchMode):
@@ -107,10 +105,6 @@ def placed(dims):
     return [Replicate() if d is None else Shard(d) for d in dims]
 
 
-def world_of(mesh_shape):
-    return mesh_shape if isinstance(mesh_shape, int) else 4
-
-
 def operators():
     """(name, function, whether it takes NaN)"""
     cases = [
@@ -135,7 +129,9 @@ def operators():
     return cases
 
 
-def check_operators(mesh_shape, shape, dims, sizes, half):
+@pytest.mark.parametrize(("mesh_shape", "shape", "dims", "sizes", "half"), in_halves(CUTS))
+@on_ranks("mesh_shape")
+def test_rows_that_stay_cut(mesh_shape, shape, dims, sizes, half):
     torch.manual_seed(0)
     x = torch.randn(*shape, dtype=torch.float64)
     unknown = x.clone()
@@ -157,12 +153,8 @@ def check_operators(mesh_shape, shape, dims, sizes, half):
     assert_matches_unsharded(lambda x: tuple((x * 2).int().sort(dim=0, stable=True)), x, check_grads=False, **options)
 
 
-@pytest.mark.parametrize(("mesh_shape", "shape", "dims", "sizes", "half"), in_halves(CUTS))
-def test_rows_that_stay_cut(mesh_shape, shape, dims, sizes, half):
-    run_distributed(check_operators, world_of(mesh_shape), mesh_shape, shape, dims, sizes, half)
-
-
-def check_layouts():
+@on_ranks(3)
+def test_large_results_lie_as_the_input_and_small_ones_are_whole():
     mesh = shared_mesh(3)
     x = shard(torch.randn(40), mesh, [Shard(0)], {0: (25, 0, 15)})
     for result in (*x.sort(), x.argsort(), torch.msort(x)):
@@ -170,10 +162,6 @@ def check_layouts():
     assert all(t.shard_sizes == {0: (25, 0, 5)} for t in x.topk(30))
     for small in (*x.topk(4), x.median(), *x.kthvalue(3, 0), x.quantile(0.5)):
         assert small.placements == (Replicate(),)
-
-
-def test_large_results_lie_as_the_input_and_small_ones_are_whole():
-    run_distributed(check_layouts, 3)
 
 
 # -- what travels -------------------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from on_ranks import on_ranks
 from seeded import seeded
 from torch import nn
 from torch.distributed.tensor import Partial, Replicate, Shard
@@ -75,7 +76,9 @@ def check(function, tensors, dims, sizes, mesh, factor=None, others=leaf):
 # -- contributions ----------------------------------------------------------------------------------------------------
 
 
-def contributions(dtype):
+@pytest.mark.parametrize("dtype", HALF)
+@on_ranks(2)
+def test_contributions_are_rounded_once(dtype):
     mesh = shared_mesh(2)
     x = cancelling(63, 4, dim=0, dtype=dtype)
     s = shard(x, mesh, [Shard(0)], {0: (40, 23)})
@@ -103,17 +106,14 @@ def contributions(dtype):
     assert_as_exact(product.prod(), torch.tensor(5.0**8).to(dtype), torch.tensor(5.0**8), "product")
 
 
-@pytest.mark.parametrize("dtype", HALF)
-def test_contributions_are_rounded_once(dtype):
-    run_distributed(contributions, 2, dtype)
-
-
 @half_precision("exact")
 def exactly_linear(x, w):
     return F.linear(x, w.t())
 
 
-def operators(dtype):
+@pytest.mark.parametrize("dtype", HALF)
+@on_ranks(3)
+def test_sums_over_a_sharded_dim(dtype):
     mesh, sizes = shared_mesh(3), {0: (11, 4, 9)}
     x = cancelling(24, 6, dim=0, dtype=dtype)
     for name in ("sum", "mean"):
@@ -136,11 +136,6 @@ def operators(dtype):
     check(torch.mul, [ones, numbers(6, dtype=dtype, offset=1.0)], [0], sizes, mesh, factor)
 
 
-@pytest.mark.parametrize("dtype", HALF)
-def test_sums_over_a_sharded_dim(dtype):
-    run_distributed(operators, 3, dtype)
-
-
 # -- weights ----------------------------------------------------------------------------------------------------------
 
 
@@ -155,8 +150,11 @@ def hooked(t):
     return t
 
 
+@pytest.mark.parametrize("others", [leaf, hooked, replicated])
+@pytest.mark.parametrize("dtype", HALF)
+@on_ranks(2)
 @half_precision("exact")
-def layers(dtype, others):
+def test_gradients_of_weights(dtype, others):
     mesh = shared_mesh(2)
     x, w, b = numbers(24, 6, dtype=dtype), numbers(5, 6, dtype=dtype, offset=1.0), numbers(5, dtype=dtype, offset=1.0)
     check(F.linear, [x, w, b], [0], {0: (17, 7)}, mesh, cancelling(24, 5, dim=0, dtype=dtype), others)
@@ -180,15 +178,11 @@ def layers(dtype, others):
 
 
 @pytest.mark.parametrize("others", [leaf, hooked, replicated])
-@pytest.mark.parametrize("dtype", HALF)
-def test_gradients_of_weights(dtype, others):
-    run_distributed(layers, 2, dtype, others)
-
-
+@on_ranks(2)
 @half_precision("exact")
-def layers_in_autocast(dtype, others):
+def test_gradients_of_weights_that_autocast_casts(others):
     """Weights in float32, which autocast casts: what ranks contribute to their gradients is not rounded to it."""
-    mesh = shared_mesh(2)
+    mesh, dtype = shared_mesh(2), torch.bfloat16
     autocast = torch.autocast(torch.get_default_device().type, dtype)
     x = cancelling(2, 4, 16, dim=0, dtype=dtype).float()
     w, b = (numbers(*n, dtype=dtype, offset=1.0).float() for n in ((4, 4, 3), (4,)))
@@ -199,11 +193,6 @@ def layers_in_autocast(dtype, others):
         lambda x, w, b: x.mT @ w[..., 0] + b,
     ):
         check(autocast(function), [x, w, b], [0], {0: (1, 1)}, mesh, None, others)
-
-
-@pytest.mark.parametrize("others", [leaf, hooked, replicated])
-def test_gradients_of_weights_that_autocast_casts(others):
-    run_distributed(layers_in_autocast, 2, torch.bfloat16, others)
 
 
 # -- "fast", and the choice --------------------------------------------------------------------------------------------
@@ -227,7 +216,8 @@ def test_norms_over_shards_on_devices(data):
         assert found["fast"] <= 1.1 * found["by hand"] and found["exact"] <= 1.1 * found["one device"], found
 
 
-def kept_under_each():
+@on_ranks(2)
+def test_the_setting_of_the_forward_pass_holds_for_its_backward_pass():
     """The same call under both settings, and what the sum over ranks is computed from."""
     torch.manual_seed(0)
     mesh, conv = shared_mesh(2), nn.Conv2d(4, 4, 3, padding=1).bfloat16()
@@ -244,10 +234,6 @@ def kept_under_each():
     y = conv(x)
     (grad,) = torch.autograd.grad(y.float().pow(3).sum(), conv.weight)
     assert torch.equal(grad, found["fast"]), "not the default"
-
-
-def test_the_setting_of_the_forward_pass_holds_for_its_backward_pass():
-    run_distributed(kept_under_each, 2)
 
 
 def set_differently(layer):
@@ -294,7 +280,9 @@ def test_as_many_messages_as_in_float32():
 # -- the boundary between shards --------------------------------------------------------------------------------------
 
 
-def boundaries(dtype):
+@pytest.mark.parametrize("dtype", HALF)
+@on_ranks(4)
+def test_convolution_next_to_a_boundary(dtype):
     """Inputs with an offset under weights without a mean, and gradients likewise; small and large shards."""
     for side in (16, 96):
         x = numbers(1, 16, side, side, dtype=dtype, offset=280.0)
@@ -308,11 +296,6 @@ def boundaries(dtype):
             factor = numbers(*convolve(x, w).shape, dtype=dtype, offset=2.0)
             sizes = {0: (side - 7, 7), 1: (side // 2 + 1, side // 2 - 1)}
             check(convolve, [x, w], [2, 3], sizes, shared_mesh((2, 2)), factor)
-
-
-@pytest.mark.parametrize("dtype", HALF)
-def test_convolution_next_to_a_boundary(dtype):
-    run_distributed(boundaries, 4, dtype)
 
 
 # -- what it is made of -----------------------------------------------------------------------------------------------

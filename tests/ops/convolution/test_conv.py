@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from copied import Copied
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from on_ranks import on_ranks
 from spatial_cases import WAYS, computing, data
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -178,17 +179,21 @@ def test_three_sharded_dims(way):
     run_distributed(check, 4, cases, way)
 
 
-def different_ways():
+@on_ranks(4)
+def test_each_rank_may_differentiate_in_its_own_way():
     """Both send the same messages in the same order, so ranks need not agree on the way."""
     cases = [case for case in meshes_2x2() if case[3] == [2, 3]]
     check(cases, ("at once", "in two")[torch.distributed.get_rank() % 2])
 
 
-def test_each_rank_may_differentiate_in_its_own_way():
-    run_distributed(different_ways, 4)
+def grads(layer):
+    return [p.grad for p in layer.parameters()]
 
 
-def different_ways_with_hooks(kind):
+@pytest.mark.on_device
+@pytest.mark.parametrize("kind", [nn.Conv2d, nn.ConvTranspose2d])
+@on_ranks(2)
+def test_ranks_that_differentiate_in_their_own_way_sum_in_one_order(kind):
     """The operator starts the sum of gradients that a hook asks for: on all ranks before it returns the halo's."""
     torch.manual_seed(0)
     layer = kind(4, 4, 3, stride=2, padding=1).double()
@@ -201,16 +206,6 @@ def different_ways_with_hooks(kind):
     alone(whole).square().sum().backward()
     for found, expected in ((x.grad.full_tensor(), whole.grad), *zip(grads(layer), grads(alone), strict=True)):
         torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
-
-
-def grads(layer):
-    return [p.grad for p in layer.parameters()]
-
-
-@pytest.mark.on_device
-@pytest.mark.parametrize("kind", [nn.Conv2d, nn.ConvTranspose2d])
-def test_ranks_that_differentiate_in_their_own_way_sum_in_one_order(kind):
-    run_distributed(different_ways_with_hooks, 2, kind)
 
 
 # -- hypothesis ----------------------------------------------------------------------------------------------------
@@ -347,7 +342,8 @@ def test_no_door_depends_on_the_patches():
     run_distributed(through, 2, "F.conv2d", patched=False)
 
 
-def without_autograd():
+@on_ranks(2)
+def test_inference_mode():
     torch.manual_seed(0)
     layer = Layer(inference)
     x = torch.randn(2, 4, 8, 5, dtype=torch.float64)
@@ -360,11 +356,8 @@ def without_autograd():
             )
 
 
-def test_inference_mode():
-    run_distributed(without_autograd, 2)
-
-
-def dtensor_weights():
+@on_ranks(2)
+def test_weights_that_are_dtensors():
     """DTensor weights get their contribution as a Partial DTensor, whose full value is the unsharded gradient."""
     torch.manual_seed(0)
     mesh = shared_mesh(2)
@@ -378,10 +371,6 @@ def dtensor_weights():
     assert type(weight.grad) is DTensor
     assert not counts.collectives["all_reduce"], "the contribution must stay for FSDP to reduce"
     torch.testing.assert_close(weight.grad.full_tensor(), whole.grad, rtol=1e-10, atol=1e-10)
-
-
-def test_weights_that_are_dtensors():
-    run_distributed(dtensor_weights, 2)
 
 
 # -- dtypes and memory formats -------------------------------------------------------------------------------------
@@ -427,7 +416,10 @@ def test_dtypes_autocast_and_channels_last():
     run_distributed(formats, 2)
 
 
-def at_the_boundary(way, dtype):
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("way", ["at once", "in two"])
+@on_ranks(2)
+def test_boundaries_are_rounded_once(way, dtype):
     """The largest error next to the boundary between two shards and anywhere on one device, against float64.
 
     The kernel's rows cancel each other: a sum of rounded parts would be wrong in its leading digits.
@@ -442,12 +434,6 @@ def at_the_boundary(way, dtype):
     alone = F.conv2d(x, weight, padding=1)[:, :, 1:-1]
     found, expected = ((z.double() - exact).abs() for z in (y, alone))
     assert found[:, :, 3:5].max() <= 2 * expected[:, :, 3:5].max(), (found[:, :, 3:5].max(), expected.max())
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-@pytest.mark.parametrize("way", ["at once", "in two"])
-def test_boundaries_are_rounded_once(way, dtype):
-    run_distributed(at_the_boundary, 2, way, dtype)
 
 
 def returned_to_the_boundary(way, dtype, sizes):
@@ -537,7 +523,9 @@ def test_contributions_to_weights_that_cancel_are_rounded_once(kernel, dtype, me
 # -- messages, bytes, memory ---------------------------------------------------------------------------------------
 
 
-def traffic(transport):
+@pytest.mark.parametrize("transport", ["all_to_all", "p2p"])
+@on_ranks(3)
+def test_one_message_per_neighbour_with_the_halo_and_nothing_else(transport):
     """Messages and bytes of one 3 x 3 convolution, forward and backward, per rank: one row each way."""
     with shardtensor.set_transport(transport):
         mesh = shared_mesh(3)
@@ -562,12 +550,8 @@ def traffic(transport):
     assert backward.collective_bytes == (conv.weight.numel() + conv.bias.numel()) * 8
 
 
-@pytest.mark.parametrize("transport", ["all_to_all", "p2p"])
-def test_one_message_per_neighbour_with_the_halo_and_nothing_else(transport):
-    run_distributed(traffic, 3, transport)
-
-
-def wide_halo():
+@on_ranks(4)
+def test_halo_wider_than_the_shards():
     """Five rows to each side over shards of two: several hops, still one message per peer."""
     mesh = shared_mesh(4)
     x = shard(torch.randn(1, 1, 8, dtype=torch.float64), mesh, [Shard(2)], {0: (2, 2, 2, 2)})
@@ -580,11 +564,8 @@ def wide_halo():
     assert dict(counts.sent_to) == expected
 
 
-def test_halo_wider_than_the_shards():
-    run_distributed(wide_halo, 4)
-
-
-def silent():
+@on_ranks(2)
+def test_no_communication_where_no_halo_is_needed():
     """Where no rank needs anything, nothing is started: pointwise kernels, aligned patches, batch shards."""
     mesh = shared_mesh(2)
     x = torch.randn(2, 4, 8, 4, dtype=torch.float64)
@@ -593,10 +574,6 @@ def silent():
         nn.Conv2d(4, 4, 2, stride=2).double()(shard(x, mesh, [Shard(2)], {0: (6, 2)}))
         nn.Conv2d(4, 4, 3, padding=1).double()(shard(x, mesh, [Shard(0)]))
     assert not counts.messages and not counts.collectives
-
-
-def test_no_communication_where_no_halo_is_needed():
-    run_distributed(silent, 2)
 
 
 def bitwise():
@@ -730,7 +707,8 @@ def test_sharded_channels_are_spread_over_a_free_dim():
         assert (messages, bytes_sent, collectives) == (1, 2 * (3, 1)[rank] * 4 * 5 * 8, {"all_to_all": 1})
 
 
-def gathered():
+@on_ranks(2)
+def test_inside_allow_gather_what_is_refused_outside_is_right():
     torch.manual_seed(0)
     mesh = shared_mesh(2)
     x = torch.randn(2, 4, 8, 5, dtype=torch.float64)
@@ -739,10 +717,6 @@ def gathered():
     with shardtensor.allow_gather():
         y = F.conv2d(sharded, shard(w.detach(), mesh, [Shard(0)]))
     torch.testing.assert_close(y.full_tensor(), F.conv2d(x, w), rtol=1e-10, atol=1e-12)
-
-
-def test_inside_allow_gather_what_is_refused_outside_is_right():
-    run_distributed(gathered, 2)
 
 
 def trace_of_convolution(way):
@@ -776,7 +750,8 @@ def test_the_halo_s_gradient_travels_while_others_are_computed():
         assert backward == [*sides, "send", "compute", "wait"]  # the weight is not differentiated
 
 
-def volumes():
+@on_ranks(2)
+def test_volumes_in_both_memory_formats():
     mesh = shared_mesh(2)
     torch.manual_seed(0)
     convolutions = nn.Conv3d(4, 6, 3, 1, 1).double(), nn.Conv3d(4, 6, (2, 3, 3), (1, 2, 1), groups=2).double()
@@ -784,7 +759,3 @@ def volumes():
     for dim, conv, last in itertools.product((2, 3, 4), convolutions, formats):
         x = torch.randn(1, 4, 6, 6, 6, dtype=torch.float64).contiguous(memory_format=last)
         assert_matches_unsharded(conv, x, mesh=mesh, placements=[Shard(dim)], shard_sizes={0: (4, 2)})
-
-
-def test_volumes_in_both_memory_formats():
-    run_distributed(volumes, 2)

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from copied import Copied
 from hypothesis import given
 from hypothesis import strategies as st
+from on_ranks import on_ranks
 from spatial_cases import computing
 from torch import nn
 from torch.distributed.tensor import Shard
@@ -138,7 +139,9 @@ def test_2x2_mesh_batches_and_volumes():
         run_distributed(check, 4, cases, way)
 
 
-def sizes_and_traffic():
+@pytest.mark.on_device
+@on_ranks(2)
+def test_sizes_and_traffic():
     mesh = shared_mesh(2)
     x = shard(torch.randn(1, 4, 8, 5), mesh, [Shard(2)], {0: (5, 3)})
     w = torch.randn(4, 6, 2, 2)
@@ -151,12 +154,10 @@ def sizes_and_traffic():
     assert counts.bytes_sent == 4 * 5 * 4
 
 
-@pytest.mark.on_device
-def test_sizes_and_traffic():
-    run_distributed(sizes_and_traffic, 2)
-
-
-def doubles(n, way):
+@pytest.mark.parametrize("way", ["at once", "in two"])
+@pytest.mark.parametrize("n", [1, 2, 3])
+@on_ranks(2)
+def test_doubling_keeps_the_sizes(n, way):
     """A network's usual way down and up again: the result is sharded like the input, and copied at most once."""
     mesh = shared_mesh(2)
     x = torch.randn(1, 4, *[8] * n)
@@ -176,12 +177,6 @@ def doubles(n, way):
     with count_communication() as counts:
         torch.cat([sharded, y], 1)
     assert not counts.messages
-
-
-@pytest.mark.parametrize("way", ["at once", "in two"])
-@pytest.mark.parametrize("n", [1, 2, 3])
-def test_doubling_keeps_the_sizes(n, way):
-    run_distributed(doubles, 2, n, way)
 
 
 def bad(which):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+from on_ranks import on_ranks
 from torch.distributed.tensor import Replicate, Shard
 
 from shardtensor import ShardTensor, UnsupportedSharding
@@ -72,7 +73,8 @@ def test_of_third_order():
     run_distributed(check, 2, CASES[:2], 2)
 
 
-def of_a_constant_gradient():
+@on_ranks(2)
+def test_of_a_constant_gradient_where_a_rank_has_no_outputs():
     """The gradient of a sum depends on the weight alone; the last rank has inputs and no outputs."""
     whole, kernel = torch.randn(2, 4, 6, 3, dtype=torch.float64), torch.randn(3, 4, 3, 3, dtype=torch.float64)
     for order in (2, 3):
@@ -90,11 +92,9 @@ def of_a_constant_gradient():
         torch.testing.assert_close(our_weight, of_weight, rtol=1e-10, atol=1e-10)
 
 
-def test_of_a_constant_gradient_where_a_rank_has_no_outputs():
-    run_distributed(of_a_constant_gradient, 2)
-
-
-def of_a_plain_loss():
+@pytest.mark.on_device
+@on_ranks(2)
+def test_of_a_plain_loss():
     """The gradient penalty of a weight; the loss and the weight are plain, so that torch calls the engine by itself."""
     torch.manual_seed(0)
     x, w = torch.rand(1, 2, 8, 6, dtype=torch.float64), torch.rand(2, 2, 3, 3, dtype=torch.float64)
@@ -112,11 +112,6 @@ def of_a_plain_loss():
             penalty(sharded, w)
     with torch.autograd.set_multithreading_enabled(False):
         torch.testing.assert_close(penalty(sharded, w), penalty(x, w), rtol=1e-10, atol=1e-12)
-
-
-@pytest.mark.on_device
-def test_of_a_plain_loss():
-    run_distributed(of_a_plain_loss, 2)
 
 
 def messages():
@@ -139,7 +134,8 @@ def test_messages():
     assert run_distributed(messages, 2) == [([2, 3], 2)] * 2
 
 
-def transposed():
+@on_ranks(2)
+def test_of_transposed_convolution_without_outputs():
     """Rank 0 has inputs, but no outputs."""
     torch.manual_seed(0)
     shapes = (1, 2, 7), (2, 2, 5), (2,)
@@ -152,17 +148,10 @@ def transposed():
     )
 
 
-def test_of_transposed_convolution_without_outputs():
-    run_distributed(transposed, 2)
-
-
 @pytest.mark.parametrize("frozen", [True, False])
+@on_ranks(2)
 def test_of_a_gradient_that_is_constant(frozen):
     """The gradient of a sum depends on the weight alone."""
-    run_distributed(constant, 2, frozen)
-
-
-def constant(frozen):
     torch.manual_seed(0)
     x, w = torch.randn(1, 2, 8, 6, dtype=torch.float64), torch.randn(2, 2, 3, 3, dtype=torch.float64)
     w.requires_grad_(not frozen)
@@ -172,3 +161,4 @@ def constant(frozen):
         return grad.square().sum() + x.sum()
 
     assert_matches_unsharded(square, x, mesh_shape=2, placements=[Shard(2)], shard_sizes={0: (5, 3)})
+

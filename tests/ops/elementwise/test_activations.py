@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
+from on_ranks import on_ranks
 from torch.distributed.tensor import Shard
 
 from shardtensor.testing import assert_matches_unsharded, count_communication, run_distributed, shard, shared_mesh
@@ -14,7 +15,8 @@ def safe_softmax_below_functions(x, dim):
         return torch.ops.aten._safe_softmax(x, dim)
 
 
-def check_values():
+@on_ranks(2)
+def test_values():
     torch.manual_seed(0)
     x = torch.randn(4, 6, dtype=torch.float64)
     masked = x.masked_fill(torch.tensor([[True], [False], [True], [False]]), float("-inf"))
@@ -29,10 +31,6 @@ def check_values():
         assert_matches_unsharded(lambda x: F.rrelu(x, 0.1, 0.3), x, **options)
         assert_matches_unsharded(lambda x: F.rrelu(x.clone(), 0.1, 0.3, inplace=True), x, **options)
         assert_matches_unsharded(lambda x: torch.rrelu_(x.clone(), 0.1, 0.3), x, **options)
-
-
-def test_values():
-    run_distributed(check_values, 2)
 
 
 def drawn():

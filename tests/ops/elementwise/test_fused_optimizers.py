@@ -7,6 +7,7 @@ from functools import partial
 
 import pytest
 import torch
+from on_ranks import on_ranks
 from seeded import seeded
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
@@ -66,7 +67,8 @@ def trained(name, sharded, clip):
     return [p.full_tensor() if hasattr(p, "full_tensor") else p for p in ps], norms
 
 
-def check_steps():
+@on_ranks(4)
+def test_fused_steps_are_those_of_one_device():
     for name in filter(lambda name: has_kernel(OPTIMIZERS[name]), OPTIMIZERS):
         for clip in (False, True):
             (got, norms), (expected, whole_norms) = trained(name, True, clip), trained(name, False, clip)
@@ -75,11 +77,8 @@ def check_steps():
             assert norms == pytest.approx(whole_norms)
 
 
-def test_fused_steps_are_those_of_one_device():
-    run_distributed(check_steps, 4)
-
-
-def norms_and_copies():
+@on_ranks(3)
+def test_norms_of_lists_and_steps_that_return_new_tensors():
     """What clipping by lists calls, in one all-reduce; and the steps that return new tensors."""
     whole, mesh = [torch.randn(n, 3, dtype=torch.float64) for n in (5, 7, 1)], shared_mesh(3)
     sharded = [shard(t, mesh, [Shard(0)], {0: (len(t), 0, 0)}) for t in whole[:2]] + whole[2:]
@@ -102,10 +101,6 @@ def norms_and_copies():
             for ones, others in zip(*results, strict=True):
                 for one, other in zip(ones, others, strict=True):
                     torch.testing.assert_close(getattr(other, "full_tensor", lambda other=other: other)(), one)
-
-
-def test_norms_of_lists_and_steps_that_return_new_tensors():
-    run_distributed(norms_and_copies, 3)
 
 
 KINDS = {"foreach": True}, {"fused": True}, {}
@@ -177,7 +172,8 @@ def trained_on(name, weight, sharded):
     return results
 
 
-def check_orders_of_memory():
+@on_ranks(2)
+def test_gradients_in_another_order_of_memory_than_their_parameter():
     """torch's kernels, which would go wrong on the CPU and raise on CUDA, where strides differ."""
     torch.manual_seed(1)
     weight = torch.randn(6, 4, 3, 3, dtype=torch.float64)
@@ -186,10 +182,6 @@ def check_orders_of_memory():
         for name in filter(lambda name: has_kernel(OPTIMIZERS[name]), OPTIMIZERS):
             for got, expected in zip(trained_on(name, value, True), trained_on(name, value, False)):
                 torch.testing.assert_close(got, expected, msg=f"{name}, {value.stride()}")
-
-
-def test_gradients_in_another_order_of_memory_than_their_parameter():
-    run_distributed(check_orders_of_memory, 2)
 
 
 def check_scaler():

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from copied import Copied
+from on_ranks import on_ranks
 from seeded import seeded
 from spatial_cases import data
 from torch import nn
@@ -74,7 +75,8 @@ def source(placements, sizes=None, mesh_shape=2):
     return shard(data(12, 6).abs() + 0.1, shared_mesh(mesh_shape), placements, sizes)
 
 
-def whole_draws():
+@on_ranks(2)
+def test_whole_tensors_are_drawn_as_on_one_device():
     """Replicated: one device's numbers, whatever was drawn before."""
     for name, draw in DRAWS.items():
         torch.manual_seed(1)
@@ -84,10 +86,6 @@ def whole_draws():
             torch.manual_seed(1)
             result = draw(x)
             assert torch.equal(result.to_local(), expected) and torch.equal(torch.rand(()), after), name
-
-
-def test_whole_tensors_are_drawn_as_on_one_device():
-    run_distributed(whole_draws, 2)
 
 
 def sharded_draws():
@@ -250,17 +248,14 @@ def test_a_row_that_no_other_dim_can_share_is_refused():
             raise raised
 
 
-def drawn_into_a_partial():
+@on_ranks(2)
+def test_a_partial_is_drawn_once():
     torch.manual_seed(1)
     expected = torch.empty(12, 6, dtype=torch.float64).normal_()
     x = source([Partial()])
     torch.manual_seed(1)
     x.normal_()
     assert x.placements == (Partial(),) and torch.equal(x.full_tensor(), expected)
-
-
-def test_a_partial_is_drawn_once():
-    run_distributed(drawn_into_a_partial, 2)
 
 
 def test_seeds_of_shards_are_far_apart():

@@ -5,15 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from row_cases import CUTS, check_all, values, world_of
+from on_ranks import on_ranks
+from row_cases import CUTS, check_all, values
 from torch.distributed.tensor import Partial, Shard
 
-from shardtensor.testing import (
-    assert_matches_unsharded,
-    run_distributed,
-    shard,
-    shared_mesh,
-)
+from shardtensor.testing import assert_matches_unsharded, shard, shared_mesh
 
 
 def softmax_cases():
@@ -43,7 +39,9 @@ def softmax_cases():
     return cases
 
 
-def check_softmax(mesh_shape, dims, sizes):
+@pytest.mark.parametrize(("mesh_shape", "dims", "sizes"), CUTS)
+@on_ranks("mesh_shape")
+def test_softmax(mesh_shape, dims, sizes):
     check_all(softmax_cases(), mesh_shape, dims, sizes)
     # Rows without a finite element: NaN where torch has it.
     nothing = values()
@@ -54,12 +52,8 @@ def check_softmax(mesh_shape, dims, sizes):
     check_all(cases, mesh_shape, dims, sizes)
 
 
-@pytest.mark.parametrize(("mesh_shape", "dims", "sizes"), CUTS)
-def test_softmax(mesh_shape, dims, sizes):
-    run_distributed(check_softmax, world_of(mesh_shape), mesh_shape, dims, sizes)
-
-
-def check_softmax_details():
+@on_ranks(2)
+def test_softmax_in_half_precision_twice_and_without_grad():
     mesh = shared_mesh(2)
     x = values()
     # Half precision: the sum of 4000 equal weights needs more digits than the numbers have.
@@ -91,7 +85,3 @@ def check_softmax_details():
     with torch.inference_mode():
         sharded = shard(x, mesh, [Shard(1)], {0: (2, 7)})
         torch.testing.assert_close(F.softmax(sharded, 1).full_tensor(), x.softmax(1))
-
-
-def test_softmax_in_half_precision_twice_and_without_grad():
-    run_distributed(check_softmax_details, 2)

@@ -6,6 +6,7 @@ from functools import partial
 
 import pytest
 import torch
+from on_ranks import on_ranks
 from torch.distributed.tensor import Replicate, Shard
 
 from shardtensor.ops import fft
@@ -33,7 +34,8 @@ def check(name, shape, at, sizes, mesh_shape, *args, **kwargs):
         raise AssertionError(f"{name} of {shape} cut at {at} in {sizes}, {args} {kwargs}") from error
 
 
-def check_one_dim():
+@on_ranks(2)
+def test_one_dim():
     """A signal without any other dim: the shards go round."""
     for name in NAMES:
         for n, sizes in ((17, (12, 5)), (8, (0, 8)), (2, (1, 1))):
@@ -41,11 +43,9 @@ def check_one_dim():
                 check(name, (n,), 0, {0: sizes}, 2, length, norm={5: "ortho", 20: "forward"}.get(length))
 
 
-def test_one_dim():
-    run_distributed(check_one_dim, 2)
-
-
-def check_many_dims(ranks):
+@pytest.mark.parametrize("ranks", [2, 3])
+@on_ranks("ranks")
+def test_many_dims(ranks):
     even = {2: (5, 2), 3: (3, 1, 3)}[ranks]
     for name in NAMES if ranks == 2 else ("fft", "irfft"):
         # Along the sharded dim, along others, along both; an empty shard.
@@ -59,29 +59,18 @@ def check_many_dims(ranks):
         check(name + "n", (7, 6, 5), 0, {0: even}, ranks, (4, 6), (1, 0))
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_many_dims(ranks):
-    run_distributed(check_many_dims, ranks, ranks)
-
-
-def check_shifts():
+@on_ranks(2)
+def test_shifts():
     for name in ("fftshift", "ifftshift"):
         check(name, (7, 6), 0, {0: (5, 2)}, 2)
         check(name, (7, 6), 1, {0: (0, 6)}, 2, (1,))
 
 
-def test_shifts():
-    run_distributed(check_shifts, 2)
-
-
-def check_two_mesh_dims():
+@on_ranks(4)
+def test_a_mesh_of_two_dims():
     for name in ("fftn", "rfftn", "irfftn"):
         check(name, (7, 6), (0, 1), {0: (5, 2), 1: (1, 5)}, (2, 2))  # no free dim: both shards go round
         check(name, (7, 6, 4), (0, 1), {0: (5, 2), 1: (1, 5)}, (2, 2), dim=(0, 1))
-
-
-def test_a_mesh_of_two_dims():
-    run_distributed(check_two_mesh_dims, 4)
 
 
 # -- several dims: the result is sharded along another of them ---------------------------------------------------------
@@ -100,7 +89,8 @@ def transformed(name, shape, at, sizes, mesh_shape, *args, **kwargs):
     return layouts(y), sum(counted.collectives.values())
 
 
-def check_ends():
+@on_ranks(2)
+def test_where_a_transform_of_several_dims_ends():
     for name, shape, at, sizes, expected in (
         # The next dim, and the one before.
         ("fft2", (3, 8, 6), 1, (4, 4), (2, (3, 3), 1)),
@@ -131,11 +121,8 @@ def check_ends():
     assert transformed("fftn", (5, 6, 7), 2, {0: (4, 3)}, 2, dim=(2, 0)) == ({0: (0, (3, 2))}, 1)
 
 
-def test_where_a_transform_of_several_dims_ends():
-    run_distributed(check_ends, 2)
-
-
-def check_ends_on_two_mesh_dims():
+@on_ranks(4)
+def test_where_it_ends_on_a_mesh_of_two_dims():
     for name, at, ends, sent in (
         ("fftn", (0, 1), (1, 2), 2),
         ("ifftn", (1, 2), (0, 1), 2),
@@ -150,17 +137,23 @@ def check_ends_on_two_mesh_dims():
     assert transformed("fftn", (4, 6), (0, 1), None, (2, 2))[0] == {0: (0, (2, 2)), 1: (1, (3, 3))}
 
 
-def test_where_it_ends_on_a_mesh_of_two_dims():
-    run_distributed(check_ends_on_two_mesh_dims, 4)
-
-
 def there_and_back(there, back, dims, x):
     return back(there(x, dim=dims).square(), [x.shape[d] for d in dims], dim=dims)
 
 
-def check_several_dims(mesh_shape, layouts_of):
+ON_TWO = [((5, 7, 6), 1, {0: (5, 2)}), ((2, 3, 17), 2, {0: (17, 0)}), ((2, 2, 5), 1, {0: (1, 1)})]
+ON_THREE = [((5, 7, 6), 0, {0: (2, 0, 3)}), ((4, 2, 5), 1, {0: (1, 0, 1)})]
+ON_FOUR = [((4, 7, 6), (0, 1), {0: (3, 1), 1: (2, 5)}), ((3, 4, 5), (2, 1), {0: (5, 0), 1: (2, 2)})]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "mesh_shape", "given"),
+    [(2, 2, ON_TWO), pytest.param(3, 3, ON_THREE, marks=pytest.mark.slow), (4, (2, 2), ON_FOUR)],
+)
+@on_ranks("ranks")
+def test_several_dims(ranks, mesh_shape, given):
     """Values and gradients, of pairs as well, whose second transform gets what the first one made."""
-    for shape, at, sizes in layouts_of:
+    for shape, at, sizes in given:
         for forward, inverse in (("fft", "ifft"), ("rfft", "irfft"), ("ihfft", "hfft"), ("ifft", "fft")):
             for suffix, dims in (("2", (-2, -1)), ("n", tuple(range(len(shape)))), ("n", (1, 0))):
                 check(forward + suffix, shape, at, sizes, mesh_shape, dim=dims)
@@ -180,19 +173,6 @@ def check_several_dims(mesh_shape, layouts_of):
                     raise AssertionError(f"{inverse} of {forward} of {shape} cut at {at} in {sizes}, {dims}") from error
 
 
-ON_TWO = [((5, 7, 6), 1, {0: (5, 2)}), ((2, 3, 17), 2, {0: (17, 0)}), ((2, 2, 5), 1, {0: (1, 1)})]
-ON_THREE = [((5, 7, 6), 0, {0: (2, 0, 3)}), ((4, 2, 5), 1, {0: (1, 0, 1)})]
-ON_FOUR = [((4, 7, 6), (0, 1), {0: (3, 1), 1: (2, 5)}), ((3, 4, 5), (2, 1), {0: (5, 0), 1: (2, 2)})]
-
-
-@pytest.mark.parametrize(
-    ("ranks", "mesh_shape", "given"),
-    [(2, 2, ON_TWO), pytest.param(3, 3, ON_THREE, marks=pytest.mark.slow), (4, (2, 2), ON_FOUR)],
-)
-def test_several_dims(ranks, mesh_shape, given):
-    run_distributed(check_several_dims, ranks, mesh_shape, given)
-
-
 def filtered(x, weight, modes):
     """A spectral convolution as networks write it."""
     found = torch.fft.rfft2(x)
@@ -204,7 +184,8 @@ def filtered(x, weight, modes):
     return torch.fft.irfft2(result, s=x.shape[-2:])
 
 
-def check_modes():
+@on_ranks(2)
+def test_a_spectral_convolution():
     for shape, sizes in (((2, 3, 12, 10), (6, 6)), ((1, 3, 13, 7), (9, 4)), ((1, 3, 9, 8), (0, 9))):
         x, weight = torch.randn(shape, dtype=torch.float64), torch.randn(3, 3, 6, 3, 2, dtype=torch.float64)
         assert_matches_unsharded(
@@ -215,10 +196,6 @@ def check_modes():
             placements=[[Shard(2)], None],
             shard_sizes=[{0: sizes}, None],
         )
-
-
-def test_a_spectral_convolution():
-    run_distributed(check_modes, 2)
 
 
 def messages_of_layers():
@@ -252,7 +229,8 @@ def test_messages_of_spectral_layers():
         assert counts[3][0][0] == 2 and counts[3][1][0] == 1
 
 
-def check_second_derivatives():
+@on_ranks(2)
+def test_second_derivatives():
     for name, at in (("rfft2", 1), ("fftn", 0), ("irfft2", 2), ("hfftn", 1), ("ihfft2", 2)):
         value, found = data(name, 4, 5, 6), []
         for x in (value.clone().requires_grad_(), shard(value, shared_mesh(2), [Shard(at)], requires_grad=True)):
@@ -263,11 +241,8 @@ def check_second_derivatives():
         torch.testing.assert_close(found[1], found[0], rtol=1e-10, atol=1e-10 * float(found[0].abs().max()))
 
 
-def test_second_derivatives():
-    run_distributed(check_second_derivatives, 2)
-
-
-def check_half_precision():
+@on_ranks(2)
+def test_autocast():
     """Of real numbers in bfloat16, which the CPU's autocast has transformed in float32."""
     x = shard(torch.randn(2, 8, 6).bfloat16(), shared_mesh(2), [Shard(1)], requires_grad=True)
     plain = x.full_tensor().detach().requires_grad_()
@@ -286,11 +261,8 @@ def check_half_precision():
     torch.testing.assert_close(x.grad.full_tensor(), plain.grad)
 
 
-def test_autocast():
-    run_distributed(check_half_precision, 2)
-
-
-def check_compiled():
+@on_ranks(2)
+def test_compiled():
     x = shard(torch.randn(2, 8, 6, dtype=torch.float64), shared_mesh(2), [Shard(1)], requires_grad=True)
 
     def pair(x):
@@ -303,10 +275,6 @@ def check_compiled():
         results.append((y.to_local(), grad.to_local()))
     for compiled, eager in zip(*reversed(results), strict=True):
         torch.testing.assert_close(compiled, eager, rtol=1e-12, atol=1e-12)
-
-
-def test_compiled():
-    run_distributed(check_compiled, 2)
 
 
 # -- what is sent ------------------------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from on_ranks import on_ranks
 from torch.distributed.tensor import Shard
 
 from shardtensor import UnsupportedSharding
@@ -37,25 +38,23 @@ def there_and_back(x, window, n_fft=12, pad_mode="reflect", **options):
     return torch.view_as_real(there), torch.istft(there, n_fft, window=window, length=x.shape[-1], **options)
 
 
-def check(dim, sizes, options):
-    placements, count = [[Shard(dim)], None], len(sizes)
+@pytest.mark.parametrize("ranks,dim,sizes", CUTS)
+@pytest.mark.parametrize("number", range(len(OPTIONS)))
+@on_ranks("ranks")
+def test_there_and_back(number, ranks, dim, sizes):
     assert_matches_unsharded(
-        lambda x, w: there_and_back(x, w, **options),
+        lambda x, w: there_and_back(x, w, **OPTIONS[number]),
         a_signal(),
         a_window(),
-        placements=placements,
-        mesh_shape=count,
+        placements=[[Shard(dim)], None],
+        mesh_shape=ranks,
         shard_sizes={0: sizes},
     )
 
 
-@pytest.mark.parametrize("ranks,dim,sizes", CUTS)
-@pytest.mark.parametrize("number", range(len(OPTIONS)))
-def test_there_and_back(number, ranks, dim, sizes):
-    run_distributed(check, ranks, dim, sizes, OPTIONS[number])
-
-
-def check_frequencies(sizes):
+@pytest.mark.parametrize("sizes", [(4, 3), (0, 7), (6, 1)])
+@on_ranks(2)
+def test_back_from_cut_frequencies_or_frames(sizes):
     window = a_window()
     spectrum = torch.stft(a_signal(), 12, window=window, return_complex=True)
     for dim in (1, 2):
@@ -67,11 +66,6 @@ def check_frequencies(sizes):
             mesh_shape=2,
             shard_sizes={0: cut},
         )
-
-
-@pytest.mark.parametrize("sizes", [(4, 3), (0, 7), (6, 1)])
-def test_back_from_cut_frequencies_or_frames(sizes):
-    run_distributed(check_frequencies, 2, sizes)
 
 
 def traffic():

@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from on_ranks import on_ranks
 from seeded import seeded
 from spatial_cases import check_cases, data
 from torch import nn
@@ -117,16 +118,13 @@ def cases():
     return result
 
 
-def check(mesh_shape):
+@pytest.mark.parametrize("mesh_shape", [*(pytest.param(n, marks=pytest.mark.slow) for n in (2, 3)), (2, 2)], ids=str)
+@on_ranks("mesh_shape", timeout=300)
+def test_lookups_match_one_device(mesh_shape):
     chosen = cases()
     if mesh_shape == (2, 2):  # a flattened tensor has one dim to cut
         chosen = [case for case in chosen if case[0] not in ("combinations", "masked_scatter")]
     check_cases(chosen, mesh_shape)
-
-
-@pytest.mark.parametrize("mesh_shape", [*(pytest.param(n, marks=pytest.mark.slow) for n in (2, 3)), (2, 2)], ids=str)
-def test_lookups_match_one_device(mesh_shape):
-    run_distributed(check, 4 if mesh_shape == (2, 2) else mesh_shape, mesh_shape, timeout=300)
 
 
 def drawn(seed, ranks):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from on_ranks import on_ranks
 from seeded import seeded
 from torch import nn
 from torch.distributed.tensor import Partial, Replicate, Shard
@@ -107,7 +108,8 @@ def test_edges_are_summed_into_whole_and_sharded_nodes(ranks, nodes):
         run_distributed(check, ranks, ranks, nodes, index, x, timeout=200)
 
 
-def mixed():
+@on_ranks(2, timeout=200)
+def test_other_layouts():
     """Index and messages sharded in different ways, nodes plain, edges along a later dim, and on a mesh of two dims."""
     messages, _, target, values = graph(5)
     for label in ("scatter_add", "new_zeros, mean", "new_zeros, amax", "scatter_reduce, amin, False"):
@@ -135,11 +137,8 @@ def mixed():
     return counts.placements
 
 
-def test_other_layouts():
-    run_distributed(mixed, 2, timeout=200)
-
-
-def two_dims():
+@on_ranks(4, timeout=200)
+def test_edges_on_one_dim_of_a_mesh_and_features_on_the_other():
     messages, _, target, values = graph(5)
     for label in ("new_zeros, sum", "new_zeros, amax", "index_add"):
         for x in ([Replicate(), Replicate()], [Replicate(), Shard(0)], [Shard(1), Shard(0)]):
@@ -150,10 +149,6 @@ def two_dims():
                 placements=[[Shard(1), Shard(0)], [Replicate(), Shard(0)], x],
                 shard_sizes=[{1: (4, 7)}, {1: (4, 7)}, None],
             )
-
-
-def test_edges_on_one_dim_of_a_mesh_and_features_on_the_other():
-    run_distributed(two_dims, 4, timeout=200)
 
 
 class Convolution(nn.Module):
@@ -201,7 +196,9 @@ class EdgeConvolution(nn.Module):
         return scatter(messages, target, x.shape[0], self.reduce)
 
 
-def layers(ranks):
+@pytest.mark.parametrize("ranks", [2, 3])
+@on_ranks("ranks", timeout=200)
+def test_layers_of_graph_networks(ranks):
     _, source, target, values = graph(6)
     edges = {0: CUT[ranks]}
     for make in (Convolution, Attention, EdgeConvolution, lambda: EdgeConvolution("mean")):
@@ -215,11 +212,6 @@ def layers(ranks):
                 placements=[x, [Shard(0)], [Shard(0)]],
                 shard_sizes=[None, edges, edges],
             )
-
-
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_layers_of_graph_networks(ranks):
-    run_distributed(layers, ranks, ranks, timeout=200)
 
 
 def traffic():
@@ -346,7 +338,10 @@ def test_a_plain_target_is_refused():
             raise error
 
 
-def other_dims(reduce, include_self):
+@pytest.mark.parametrize("include_self", [True, False])
+@pytest.mark.parametrize("reduce", ["sum", "prod", "mean", "amax"])
+@on_ranks(3)
+def test_sources_sharded_along_another_dim(reduce, include_self):
     """The source is sharded along another dim than what it is reduced into, neither of them the indexed one."""
     mesh = shared_mesh(3)
     generator = seeded(0)
@@ -363,9 +358,3 @@ def other_dims(reduce, include_self):
     expected.square().sum().backward()
     for ours, theirs in ((spread, x), (values, source)):
         torch.testing.assert_close(ours.grad.full_tensor(), theirs.grad, rtol=1e-10, atol=1e-10)
-
-
-@pytest.mark.parametrize("include_self", [True, False])
-@pytest.mark.parametrize("reduce", ["sum", "prod", "mean", "amax"])
-def test_sources_sharded_along_another_dim(reduce, include_self):
-    run_distributed(other_dims, 3, reduce, include_self)

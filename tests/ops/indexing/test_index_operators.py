@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+from on_ranks import on_ranks
 from seeded import seeded
 from spatial_cases import check_cases, data
 from torch import nn
@@ -94,16 +95,13 @@ def cases():
     return result
 
 
-def check(mesh_shape):
+@pytest.mark.parametrize("mesh_shape", [2, 3, (2, 2)], ids=str)
+@on_ranks("mesh_shape", timeout=200)
+def test_indexing_matches_one_device(mesh_shape):
     chosen = cases()
     if mesh_shape == (2, 2):  # of those that index the first dim only one dim can be cut
         chosen = [case for case in chosen if case[0] not in ("two indices", "mask of two dims", "indices apart")]
     check_cases(chosen, mesh_shape)
-
-
-@pytest.mark.parametrize("mesh_shape", [2, 3, (2, 2)], ids=str)
-def test_indexing_matches_one_device(mesh_shape):
-    run_distributed(check, 4 if mesh_shape == (2, 2) else mesh_shape, mesh_shape, timeout=200)
 
 
 def tables():
@@ -228,7 +226,9 @@ def test_errors_on_every_rank_before_anything_is_sent(name):
             raise raised
 
 
-def products_of_half(dtype):
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@on_ranks(2)
+def test_products_of_half_precision(dtype):
     """One rank's columns are one; torch's kernel on the CPU raises for that, on no other rank."""
     x, v = (torch.rand(n, 3, generator=seeded(n)).to(dtype) for n in (4, 6))
     index = torch.tensor([0, 2, 2, 1, 0, 0])
@@ -240,8 +240,3 @@ def products_of_half(dtype):
         torch.testing.assert_close(got.full_tensor().double(), expected, rtol=torch.finfo(dtype).eps, atol=0)
         got.sum().backward()
         assert tensors[1].grad.dtype == dtype
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_products_of_half_precision(dtype):
-    run_distributed(products_of_half, 2, dtype)

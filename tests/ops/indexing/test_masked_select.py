@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from on_ranks import on_ranks
 from torch.distributed.tensor import Replicate, Shard
 
 from shardtensor import UnsupportedSharding
@@ -79,7 +80,8 @@ def test_choices(mesh_shape, dims, sizes):
     run_distributed(check, ranks, mesh_shape, dims, sizes)
 
 
-def check_few():
+@on_ranks(3)
+def test_choices_of_few_samples():
     """A batch of 2 on 3 ranks: the flattened mask is sharded, no dim that leads is long enough."""
     for name in ("x[mask]", "masked_select", "nonzero", "written"):
         for dim, sizes in ((1, (1, 0, 3)), (2, (1, 2, 3))):
@@ -87,11 +89,8 @@ def check_few():
             assert_matches_unsharded(FUNCTIONS[name], values()[:2], **layout)
 
 
-def test_choices_of_few_samples():
-    run_distributed(check_few, 3)
-
-
-def check_different_cuts():
+@on_ranks(2)
+def test_of_tensors_cut_otherwise():
     def choose(x, y):
         return y[x > 0]
 
@@ -101,10 +100,6 @@ def check_different_cuts():
     rows = torch.tensor([1.0, -1.0, 1.0, 1.0, -1.0, -1.0, 1.0], dtype=torch.float64)
     for dims in ((0, 1), (1, 2)):  # rows chosen of what is cut along its columns
         assert_matches_unsharded(choose, rows, x, placements=[[Shard(0)], [Shard(dims[1])]], mesh_shape=2)
-
-
-def test_of_tensors_cut_otherwise():
-    run_distributed(check_different_cuts, 2)
 
 
 def selected_rows(r, v, mask):
@@ -136,7 +131,10 @@ MASKED = {
 }
 
 
-def check_masked(sizes):
+@pytest.mark.parametrize("sizes", [(5, 2), (0, 7)])
+@on_ranks(2)
+def test_what_a_mask_chooses_is_written_where_it_chooses(sizes):
+    """Nothing, one row, rows of one rank, of all: values, and whether there is a gradient."""
     r, v = values()[:, :, 0], values()[:, :, 1]
     places = [[Shard(0)]] * 3
     for rows in ([], [0], [6], [1, 4], [0, 3, 6]):
@@ -150,21 +148,12 @@ def check_masked(sizes):
                 raise AssertionError(f"{name} of {rows}: {error}") from error
 
 
-@pytest.mark.parametrize("sizes", [(5, 2), (0, 7)])
-def test_what_a_mask_chooses_is_written_where_it_chooses(sizes):
-    """Nothing, one row, rows of one rank, of all: values, and whether there is a gradient."""
-    run_distributed(check_masked, 2, sizes)
-
-
-def whole_mask():
+@on_ranks(2)
+def test_a_replicated_mask_chooses_of_a_plain_tensor():
     """Of a plain tensor, by a mask that every rank has."""
     x = values()
     mask = shard(x > 0, shared_mesh(2), [Replicate()])
     assert torch.equal(x[mask].full_tensor(), x[x > 0])
-
-
-def test_a_replicated_mask_chooses_of_a_plain_tensor():
-    run_distributed(whole_mask, 2)
 
 
 def lies():

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from device import asserted
+from on_ranks import on_ranks
 from seeded import seeded
 from torch import nn
 from torch.distributed.tensor import Replicate, Shard
@@ -156,7 +157,12 @@ def operators():
     }
 
 
-def values_of(ranks, plain=False):
+@pytest.mark.parametrize(
+    ("ranks", "plain"),
+    [(2, True), (3, False), *(pytest.param(*values, marks=pytest.mark.slow) for values in ((2, False), (3, True)))],
+)
+@on_ranks("ranks", timeout=300)
+def test_awkward_sizes(ranks, plain):
     """With an index that is sharded as what it reads or adds is, or plain."""
     g = seeded(0)
     for nodes, edges, at, along in (
@@ -185,14 +191,6 @@ def values_of(ranks, plain=False):
                     raise AssertionError(f"{label}, {nodes} nodes, {edges} edges, {dtype}") from error
 
 
-@pytest.mark.parametrize(
-    ("ranks", "plain"),
-    [(2, True), (3, False), *(pytest.param(*values, marks=pytest.mark.slow) for values in ((2, False), (3, True)))],
-)
-def test_awkward_sizes(ranks, plain):
-    run_distributed(values_of, ranks, ranks, plain, timeout=300)
-
-
 class Messages(nn.Module):
     """Two layers, of which the second finds what the first one has found about the edges."""
 
@@ -214,7 +212,12 @@ GRAPHS = {
 }
 
 
-def unusual(ranks, plain):
+@pytest.mark.parametrize(
+    ("ranks", "plain"),
+    [(3, False), (2, True), *(pytest.param(*case, marks=pytest.mark.slow) for case in ((2, False), (3, True)))],
+)
+@on_ranks("ranks", timeout=200)
+def test_unusual_graphs(ranks, plain):
     """Steps with and without gradients, and after a change in place that all ranks make."""
     mesh, x = shared_mesh(ranks), torch.randn(9, 3, dtype=torch.float64, generator=seeded(0))
     torch.manual_seed(0)
@@ -238,15 +241,8 @@ def unusual(ranks, plain):
                 assert torch.allclose(mine.full_tensor(), true, rtol=1e-10), (label, step)
 
 
-@pytest.mark.parametrize(
-    ("ranks", "plain"),
-    [(3, False), (2, True), *(pytest.param(*case, marks=pytest.mark.slow) for case in ((2, False), (3, True)))],
-)
-def test_unusual_graphs(ranks, plain):
-    run_distributed(unusual, ranks, ranks, plain, timeout=200)
-
-
-def two_axes():
+@on_ranks(4, timeout=200)
+def test_batches_on_the_other_mesh_dim():
     """Batches on one mesh dim, nodes and edges on the other; each batch has an index of its own."""
     g = seeded(0)
     x = torch.randn(3, 7, 2, dtype=torch.float64, generator=g)
@@ -257,10 +253,6 @@ def two_axes():
     assert_matches_unsharded(lambda x, i: x.gather(1, i).exp(), x, index, placements=[both, both], **cut)
     cut["shard_sizes"][1] = {1: (11, 0)}
     assert_matches_unsharded(lambda x, i: x[:, i].exp(), x, line, placements=[both, [Replicate(), Shard(0)]], **cut)
-
-
-def test_batches_on_the_other_mesh_dim():
-    run_distributed(two_axes, 4, timeout=200)
 
 
 def elements():
@@ -539,7 +531,8 @@ def test_nothing_is_kept_under_debug():
 # -- gradients, dtypes, graphs -----------------------------------------------------------------------------------------
 
 
-def twice():
+@on_ranks(2, timeout=200)
+def test_second_derivatives():
     g = seeded(0)
     x, v = (torch.randn(n, 2, dtype=torch.float64, generator=g) for n in (7, 11))
     source, target = (torch.randint(7, (11,), generator=g) for _ in range(2))
@@ -557,10 +550,6 @@ def twice():
         placements=[[Shard(0)]] * 4,
         shard_sizes=[None, sizes, sizes, sizes],
     )
-
-
-def test_second_derivatives():
-    run_distributed(twice, 2, timeout=200)
 
 
 def half(dtype):
@@ -587,7 +576,8 @@ def test_half_precision_is_added_up_in_float32(dtype):
         assert ours == again <= theirs
 
 
-def compiled():
+@on_ranks(2, timeout=200)
+def test_a_graph_has_the_same_values():
     x, edges = laid_out(grid(6), 36, 4, 2, True)
     layer = Layer(4)
     eager = layer(x, edges)
@@ -599,7 +589,3 @@ def compiled():
     edges[0, 3] = 35
     graph = torch.compile(layer, backend="aot_eager")
     torch.testing.assert_close(graph(x, edges).full_tensor(), layer(x, edges).full_tensor())
-
-
-def test_a_graph_has_the_same_values():
-    run_distributed(compiled, 2, timeout=200)

@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
+from on_ranks import on_ranks
 from torch.distributed.tensor import Partial, Replicate, Shard
 
 from shardtensor import UnsupportedSharding
-from shardtensor.testing import count_communication, run_distributed, run_expecting_errors, shard, shared_mesh
+from shardtensor.testing import count_communication, run_expecting_errors, shard, shared_mesh
 
 AXES = ("dp", "domain")
 
@@ -24,7 +25,13 @@ def on_domain(placement, **options):
     return shard(whole() + 10 * mesh["dp"].get_local_rank(), mesh["domain"], [placement], sizes, **options), mesh
 
 
-def reduced(placement, op, expected):
+@pytest.mark.parametrize("placement", [Replicate(), Partial(), Shard(0)], ids=str)
+@pytest.mark.parametrize(
+    ("op", "expected"), [(dist.ReduceOp.SUM, 2 * whole() + 10), (dist.ReduceOp.MAX, whole() + 10)], ids=["sum", "max"]
+)
+@on_ranks(4)
+def test_reduction_over_the_data_axis(placement, op, expected):
+    """Whatever the placement along the domain, aliases of the memory included."""
     x, mesh = on_domain(placement)
     alias, before = x.detach(), x._spec
     assert dist.all_reduce(x, op, group=mesh["dp"].get_group()) is None
@@ -36,16 +43,8 @@ def reduced(placement, op, expected):
     assert torch.equal(x.full_tensor(), expected)
 
 
-@pytest.mark.parametrize("placement", [Replicate(), Partial(), Shard(0)], ids=str)
-@pytest.mark.parametrize(
-    ("op", "expected"), [(dist.ReduceOp.SUM, 2 * whole() + 10), (dist.ReduceOp.MAX, whole() + 10)], ids=["sum", "max"]
-)
-def test_reduction_over_the_data_axis(placement, op, expected):
-    """Whatever the placement along the domain, aliases of the memory included."""
-    run_distributed(reduced, 4, placement, op, expected)
-
-
-def loss_over_all_ranks():
+@on_ranks(4)
+def test_a_loss_is_averaged_over_all_ranks():
     """What frameworks do to report a loss: the mean over all ranks, those of one domain having the same value."""
     x, mesh = on_domain(Shard(0), requires_grad=True)
     loss = x.square().mean()
@@ -60,10 +59,6 @@ def loss_over_all_ranks():
     torch.testing.assert_close(x.grad.full_tensor(), expected, rtol=1e-12, atol=0)
 
 
-def test_a_loss_is_averaged_over_all_ranks():
-    run_distributed(loss_over_all_ranks, 4)
-
-
 def over_its_own_shards(group):
     x, mesh = on_domain(Shard(0))
     dist.all_reduce(x, group=mesh["domain"].get_group() if group == "domain" else None)
@@ -76,14 +71,11 @@ def test_different_shards_are_not_added_up(group):
         assert "hold different shards of it (mesh dim 0)" in str(error) and "group of the data axis" in str(error)
 
 
-def replicated_broadcast():
+@on_ranks(4)
+def test_what_every_rank_has_whole_is_broadcast():
     x, _ = on_domain(Replicate())
     dist.broadcast(x, 3)
     assert torch.equal(x.to_local(), whole() + 10)
-
-
-def test_what_every_rank_has_whole_is_broadcast():
-    run_distributed(replicated_broadcast, 4)
 
 
 def sent_to_others():

@@ -9,6 +9,7 @@ import pickle
 import numpy as np
 import pytest
 import torch
+from on_ranks import on_ranks
 from torch.autograd.graph import allow_mutation_on_saved_tensors
 from torch.distributed._state_dict_utils import _offload_state_dict_to_cpu
 from torch.distributed._tools.mem_tracker import MemTracker
@@ -94,7 +95,9 @@ def test_no_address_for_arrays_on_devices():
     assert all(run_distributed(array_interface, 2))
 
 
-def asked_by_torch():
+@pytest.mark.on_cpu("it is offloaded there")
+@on_ranks(2)
+def test_torch_itself_may_ask_for_storages():
     """Of storages and addresses: modules of torch's that tell tensors apart by them."""
     whole = torch.arange(6.0)
     for x in (numbers(), written(numbers())):
@@ -115,11 +118,6 @@ def asked_by_torch():
         y.add_(1)
         z.sum().backward()
     assert torch.equal(leaf.grad.full_tensor(), whole.cos())
-
-
-@pytest.mark.on_cpu("it is offloaded there")
-def test_torch_itself_may_ask_for_storages():
-    run_distributed(asked_by_torch, 2)
 
 
 def taken_for_a_tensor():

@@ -7,6 +7,7 @@ import sys
 import opt_einsum
 import pytest
 import torch
+from on_ranks import on_ranks
 from torch.distributed.tensor import Shard
 
 from shardtensor.dispatch import patches
@@ -20,7 +21,9 @@ CONTRACTIONS = {
 }
 
 
-def contractions(dtype):
+@pytest.mark.parametrize("dtype", [torch.float64, torch.complex128])
+@on_ranks(2)
+def test_as_on_one_device(dtype):
     torch.manual_seed(0)
     for equation, (first, *others) in CONTRACTIONS.items():
         tensors = [torch.randn(shape, dtype=dtype) for shape in (first, *others)]
@@ -34,11 +37,6 @@ def contractions(dtype):
                     placements=[[Shard(dim)], *[None] * len(others)],
                     shard_sizes=[{0: sizes}, *[None] * len(others)],
                 )
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.complex128])
-def test_as_on_one_device(dtype):
-    run_distributed(contractions, 2, dtype)
 
 
 def without_patches():

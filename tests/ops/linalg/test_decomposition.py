@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from on_ranks import on_ranks
 from torch import linalg
 from torch.distributed.tensor import Replicate, Shard
 
@@ -63,9 +64,9 @@ OF_ONE = {
 }
 
 
-def check_matrices(names):
-    for name in names:
-        function, make = OF_ONE[name]
+@on_ranks(2)
+def test_batches_of_matrices():
+    for name, (function, make) in OF_ONE.items():
         for sizes, dim in (((5, 0), 0), ((1, 4), 0), ((1, 2), 1), ((0, 3), 2)):
             torch.manual_seed(0)
             try:
@@ -74,10 +75,6 @@ def check_matrices(names):
                 )
             except AssertionError as error:
                 raise AssertionError(f"{name}, dim {dim} in {sizes}") from error
-
-
-def test_batches_of_matrices():
-    run_distributed(check_matrices, 2, list(OF_ONE))
 
 
 SOLVERS = [
@@ -91,7 +88,8 @@ SOLVERS = [
 ]
 
 
-def check_solvers():
+@on_ranks(2)
+def test_solvers():
     five = {0: (1, 4)}
     for function in SOLVERS:
         for places, sizes in [
@@ -115,11 +113,8 @@ def check_solvers():
     )
 
 
-def test_solvers():
-    run_distributed(check_solvers, 2)
-
-
-def check_left_out():
+@on_ranks(2)
+def test_left_out_results():
     """Results that torch leaves out are so on every rank, also on those without matrices."""
     torch.manual_seed(0)
     tall = torch.randn(5, 4, 3, dtype=torch.float64)
@@ -153,17 +148,10 @@ def check_left_out():
                     raise AssertionError(f"{name}, {sizes}") from error
 
 
-def test_left_out_results():
-    run_distributed(check_left_out, 2)
-
-
-def check_two_mesh_dims():
+@on_ranks(4)
+def test_a_mesh_of_two_dims():
     for placements in ([Shard(0), Shard(1)], [Shard(0), Shard(2)]):
         assert_matches_unsharded(linalg.inv, square(3, 5, 4), mesh_shape=(2, 2), placements=placements)
-
-
-def test_a_mesh_of_two_dims():
-    run_distributed(check_two_mesh_dims, 4)
 
 
 def communication():
@@ -203,7 +191,8 @@ def test_errors_are_the_same_on_every_rank():
             raise error
 
 
-def coefficients():
+@on_ranks(2)
+def test_gradients_through_the_copy_of_a_matrix_count_once():
     """The copy of the matrix that comes with the solution depends on no column of the right-hand side."""
     b, matrix = torch.randn(2, 3, 4, dtype=torch.float64), square(2, 3).triu()
     for dim, sizes in ((2, (3, 1)), (0, (2, 0))):
@@ -218,21 +207,15 @@ def coefficients():
             )
 
 
-def test_gradients_through_the_copy_of_a_matrix_count_once():
-    run_distributed(coefficients, 2)
-
-
-def check_no_matrices():
+@on_ranks(2)
+def test_gradients_of_no_matrices():
     for n in (0, 1, 5):
         none = torch.empty(0, n, n, dtype=torch.float64)
         assert_matches_unsharded(linalg.slogdet, none, mesh_shape=2, placements=[[Shard(0)]])
 
 
-def test_gradients_of_no_matrices():
-    run_distributed(check_no_matrices, 2)
-
-
-def check_complex_results():
+@on_ranks(2)
+def test_eigenvectors_of_real_matrices_are_complex():
     """Of real matrices: where they are exchanged back to the layout of the matrices, too."""
     for shape, dim in (((5, 3), 1), ((5, 3), 2), ((2, 0), 1), ((0, 3), 0)):
         x = shard(square(*shape), shared_mesh(2), [Shard(dim)])
@@ -240,7 +223,3 @@ def check_complex_results():
             y = function(x)
             assert y.dtype == y.to_local().dtype == y._spec.tensor_meta.dtype == torch.complex128
             assert torch.equal(y.full_tensor(), function(x.full_tensor()))
-
-
-def test_eigenvectors_of_real_matrices_are_complex():
-    run_distributed(check_complex_results, 2)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+from on_ranks import on_ranks
 from torch.distributed.tensor import Replicate, Shard
 
 from shardtensor import UnsupportedSharding
@@ -29,7 +30,9 @@ def check(function, tensors, placements, sizes, ranks):
     assert_matches_unsharded(function, *tensors, mesh_shape=ranks, placements=placements, shard_sizes=sizes)
 
 
-def check_distances(ranks):
+@pytest.mark.parametrize("ranks", [2, 3])
+@on_ranks("ranks")
+def test_distances(ranks):
     seven, five = {0: (4, 2, 1)[:ranks] if ranks == 3 else (4, 3)}, {0: (0,) * (ranks - 1) + (5,)}
     three = {0: (3,) + (0,) * (ranks - 1)}
     for p in (0, 1, 2, 3, float("inf")) if ranks == 2 else (2, 3):
@@ -45,21 +48,13 @@ def check_distances(ranks):
     check(torch.cdist, [data(7, 3), data(5, 3)], [[Shard(1)], [Shard(1)]], [three, three], ranks)
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_distances(ranks):
-    run_distributed(check_distances, ranks, ranks)
-
-
-def check_cross():
+@on_ranks(2)
+def test_cross():
     for dim in (0, 1):
         places = [[Shard(dim)], [Shard(dim)]]
         check(torch.linalg.cross, [data(7, 3), data(7, 3)], places, None, 2)
     check(torch.linalg.cross, [data(7, 3), data(1, 3)], [[Shard(0)], WHOLE], [{0: (0, 7)}, None], 2)
     check(lambda a, b: torch.cross(a, b, 0), [data(3, 4), data(3, 4)], [[Shard(1)], [Shard(0)]], None, 2)
-
-
-def test_cross():
-    run_distributed(check_cross, 2)
 
 
 def communication():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+from on_ranks import on_ranks
 from torch import nn
 from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
 
@@ -23,18 +24,6 @@ WHOLE = [Replicate()]
 
 def data(*shape, dtype=torch.float64):
     return torch.randn(*shape, dtype=dtype)
-
-
-def check_linear(mesh_shape, cases):
-    """Cases: (input shape, dims cut, sizes)."""
-    torch.manual_seed(0)
-    for bias in (True, False):
-        module = nn.Linear(4, 5, bias=bias).double()
-        for shape, dims, sizes in cases:
-            placements = [Replicate() if d is None else Shard(d) for d in dims]
-            assert_matches_unsharded(
-                module, data(*shape), mesh_shape=mesh_shape, placements=placements, shard_sizes=sizes
-            )
 
 
 LINEAR = [
@@ -69,8 +58,17 @@ LINEAR = [
 
 
 @pytest.mark.parametrize(("mesh_shape", "cases"), LINEAR)
+@on_ranks("mesh_shape")
 def test_linear(mesh_shape, cases):
-    run_distributed(check_linear, 4 if isinstance(mesh_shape, tuple) else mesh_shape, mesh_shape, cases)
+    """Cases: (input shape, dims cut, sizes)."""
+    torch.manual_seed(0)
+    for bias in (True, False):
+        module = nn.Linear(4, 5, bias=bias).double()
+        for shape, dims, sizes in cases:
+            placements = [Replicate() if d is None else Shard(d) for d in dims]
+            assert_matches_unsharded(
+                module, data(*shape), mesh_shape=mesh_shape, placements=placements, shard_sizes=sizes
+            )
 
 
 A, B = {0: (5, 3)}, {0: (1, 2)}
@@ -106,7 +104,8 @@ MATMUL = [
 ]
 
 
-def check_matmul():
+@on_ranks(2)
+def test_matmul():
     for a, pa, sa, b, pb, sb in MATMUL:
         try:
             assert_matches_unsharded(
@@ -126,11 +125,8 @@ def check_matmul():
             raise AssertionError(f"{a} {pa} {sa} @ {b} {pb} {sb}") from error
 
 
-def test_matmul():
-    run_distributed(check_matmul, 2)
-
-
-def check_on_two_mesh_dims():
+@on_ranks(4)
+def test_matmul_on_a_mesh_of_two_dims():
     both = {0: (1, 2), 1: (5, 3)}
     for a, pa, sa, b, pb, sb in [
         ((3, 8, 4), [Shard(0), Shard(1)], both, (3, 4, 6), [Shard(0), Replicate()], {0: (1, 2)}),
@@ -143,11 +139,8 @@ def check_on_two_mesh_dims():
         )
 
 
-def test_matmul_on_a_mesh_of_two_dims():
-    run_distributed(check_on_two_mesh_dims, 4)
-
-
-def check_named_products():
+@on_ranks(2)
+def test_products_by_name():
     def check(function, *operands):
         tensors, placements, sizes = zip(*operands)
         assert_matches_unsharded(function, *tensors, mesh_shape=2, placements=list(placements), shard_sizes=list(sizes))
@@ -173,11 +166,8 @@ def check_named_products():
     check(lambda x: torch.mm(x, plain[:4]), rows)
 
 
-def test_products_by_name():
-    run_distributed(check_named_products, 2)
-
-
-def check_autocast():
+@on_ranks(2)
+def test_autocast():
     x, weight = data(2, 8, 4, dtype=torch.float32), nn.Parameter(data(5, 4, dtype=torch.float32))
     sharded = shard(x, shared_mesh(2), [Shard(1)], {0: (5, 3)})
     with torch.autocast(torch.get_default_device().type, torch.bfloat16):
@@ -190,11 +180,8 @@ def check_autocast():
     assert weight.grad.dtype == torch.float32
 
 
-def test_autocast():
-    run_distributed(check_autocast, 2)
-
-
-def check_dtensor_weight():
+@on_ranks(2)
+def test_replicated_dtensor_weights():
     mesh = shared_mesh(2)
     x, weight, bias = data(2, 8, 4), data(5, 4), data(5)
     plain = [t.clone().requires_grad_() for t in (weight, bias)]
@@ -203,10 +190,6 @@ def check_dtensor_weight():
     F.linear(shard(x, mesh, [Shard(1)], {0: (5, 3)}), *distributed).square().sum().backward()
     for mine, theirs in zip(distributed, plain):
         torch.testing.assert_close(mine.grad.full_tensor(), theirs.grad, rtol=1e-10, atol=1e-12)
-
-
-def test_replicated_dtensor_weights():
-    run_distributed(check_dtensor_weight, 2)
 
 
 def communication():

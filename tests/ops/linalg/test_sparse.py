@@ -7,6 +7,7 @@ from unittest import mock
 import pytest
 import torch
 from device import asserted
+from on_ranks import on_ranks
 from seeded import seeded
 from torch.distributed.tensor import Partial, Replicate, Shard
 
@@ -51,21 +52,6 @@ FORMS = {
 LAYOUTS = {"coo": torch.sparse_coo, "csr": torch.sparse_csr, "csc": torch.sparse_csc}
 
 
-def check_products(mesh_shape, placements, sizes):
-    """On a tall and on a wide matrix: along which dim a shard is cheapest depends on that."""
-    for tall in (3, 40):
-        cases = [(function, torch.sparse_coo) for function in FORMS.values()]
-        for function, layout in [*cases, (torch.mm, torch.sparse_csr), (torch.matmul, torch.sparse_csc)]:
-            s = matrix(tall, 8, layout=layout)
-            assert_matches_unsharded(
-                lambda x, function=function, s=s: function(s, x),
-                data(8, 5),
-                mesh_shape=mesh_shape,
-                placements=placements,
-                shard_sizes=sizes,
-            )
-
-
 @pytest.mark.parametrize(
     ("ranks", "mesh_shape", "placements", "sizes"),
     [
@@ -82,11 +68,24 @@ def check_products(mesh_shape, placements, sizes):
         (4, (2, 2), [Replicate(), Shard(0)], {1: (2, 6)}),
     ],
 )
+@on_ranks("ranks")
 def test_products(ranks, mesh_shape, placements, sizes):
-    run_distributed(check_products, ranks, mesh_shape, placements, sizes)
+    """On a tall and on a wide matrix: along which dim a shard is cheapest depends on that."""
+    for tall in (3, 40):
+        cases = [(function, torch.sparse_coo) for function in FORMS.values()]
+        for function, layout in [*cases, (torch.mm, torch.sparse_csr), (torch.matmul, torch.sparse_csc)]:
+            s = matrix(tall, 8, layout=layout)
+            assert_matches_unsharded(
+                lambda x, function=function, s=s: function(s, x),
+                data(8, 5),
+                mesh_shape=mesh_shape,
+                placements=placements,
+                shard_sizes=sizes,
+            )
 
 
-def check_few_columns():
+@on_ranks(3)
+def test_few_columns():
     """Fewer columns than ranks: no reason to have contributions of the size of the result."""
     for layout in LAYOUTS.values():
         for function, x in ((torch.mm, data(8, 1)), (torch.mv, data(8)), (torch.matmul, data(8))):
@@ -101,11 +100,9 @@ def check_few_columns():
             assert y.placements == (Shard(0),) and y.shard_sizes == {0: (1, 1, 1)}
 
 
-def test_few_columns():
-    run_distributed(check_few_columns, 3)
-
-
-def check_batches(dim, sizes):
+@pytest.mark.parametrize(("dim", "sizes"), [(0, (1, 3)), (0, (0, 4)), (1, (5, 2)), (1, (7, 0)), (2, (1, 4))])
+@on_ranks(2)
+def test_batches(dim, sizes):
     s, x = matrix(4, 6, 7), data(4, 7, 5)
     for function in (torch.bmm, lambda s, x: s.bmm(x)):
         assert_matches_unsharded(
@@ -117,12 +114,8 @@ def check_batches(dim, sizes):
         )
 
 
-@pytest.mark.parametrize(("dim", "sizes"), [(0, (1, 3)), (0, (0, 4)), (1, (5, 2)), (1, (7, 0)), (2, (1, 4))])
-def test_batches(dim, sizes):
-    run_distributed(check_batches, 2, dim, sizes)
-
-
-def check_messages():
+@on_ranks(2)
+def test_messages():
     s = matrix(40, 8)
     mesh = shared_mesh(2)
     columns = shard(data(8, 5), mesh, [Shard(1)], {0: (1, 4)}, requires_grad=True)
@@ -143,11 +136,8 @@ def check_messages():
     torch.testing.assert_close(added.full_tensor(), torch.addmm(data(40, 6), s, data(8, 6)))
 
 
-def test_messages():
-    run_distributed(check_messages, 2)
-
-
-def check_twice():
+@on_ranks(2)
+def test_second_derivatives():
     s, x = matrix(4, 8), shard(data(8, 5), shared_mesh(2), [Shard(0)], {0: (5, 3)}, requires_grad=True)
     (g,) = torch.autograd.grad((s @ x).pow(3).sum(), x, create_graph=True)
     g.square().sum().backward()
@@ -157,11 +147,8 @@ def check_twice():
     torch.testing.assert_close(x.grad.full_tensor(), whole.grad)
 
 
-def test_second_derivatives():
-    run_distributed(check_twice, 2)
-
-
-def check_refusals():
+@on_ranks(2)
+def test_refusals():
     x = shard(data(8, 8), shared_mesh(2), [Shard(0)], {0: (5, 3)})
     s = matrix(8, 8)
     with count_communication() as counted:
@@ -183,10 +170,6 @@ def check_refusals():
             with pytest.raises(RuntimeError):
                 wrong @ x
     assert not counted.collectives and not counted.messages
-
-
-def test_refusals():
-    run_distributed(check_refusals, 2)
 
 
 # -- by rows -----------------------------------------------------------------------------------------------------------
@@ -249,7 +232,8 @@ def test_rows_of_matrices_travel_once(sizes):
     assert [sum(steps[i][2] for steps in found) for i in range(9)] == [total] * 9
 
 
-def check_reads():
+@on_ranks(2)
+def test_no_host_reads_values_after_the_first_step():
     """The first step looks at the matrix, the others at nothing, forward and backward, with gradients of values too."""
     from host_reads import host_reads
 
@@ -261,10 +245,6 @@ def check_reads():
                 (s @ x).square().sum().backward()
             found.append(dict(seen))
         assert found[0] and not found[1] and not found[2], (s.layout, s.requires_grad, found)
-
-
-def test_no_host_reads_values_after_the_first_step():
-    run_distributed(check_reads, 2)
 
 
 def band(n, k, reach=2):
@@ -310,7 +290,12 @@ def check_rows(mesh_shape, placements, sizes, n, k, reach):
                 )
 
 
-def check_reductions(placements, sizes, columns):
+@pytest.mark.on_cpu("GPUs have no kernel for these reductions")
+@pytest.mark.parametrize(
+    ("placements", "sizes", "columns"), [([Shard(0)], {0: (6, 3)}, 1), ([Shard(1)], {0: (1, 2)}, 3)]
+)
+@on_ranks(2)
+def test_reductions(placements, sizes, columns):
     """A mean and extremes over the entries of each row, which one device has for CSR on the CPU."""
     places = band(9, 9, 1)
     s = made(torch.sparse_csr, places, torch.randn(places.shape[1], generator=seeded(4), dtype=torch.float64), (9, 9))
@@ -322,14 +307,6 @@ def check_reductions(placements, sizes, columns):
             placements=placements,
             shard_sizes=sizes,
         )
-
-
-@pytest.mark.on_cpu("GPUs have no kernel for these reductions")
-@pytest.mark.parametrize(
-    ("placements", "sizes", "columns"), [([Shard(0)], {0: (6, 3)}, 1), ([Shard(1)], {0: (1, 2)}, 3)]
-)
-def test_reductions(placements, sizes, columns):
-    run_distributed(check_reductions, 2, placements, sizes, columns)
 
 
 SHAPES = [(7, 7, 1), (7, 17, 2), (17, 7, 2), (1, 5, 3), (2, 2, -1), (33, 33, 1)]
@@ -360,7 +337,8 @@ def test_gradients_of_a_pattern(dtype):
     assert torch.autograd.gradcheck(product, (values, x)) and torch.autograd.gradgradcheck(product, (values, x))
 
 
-def check_twice_by_rows():
+@on_ranks(2)
+def test_second_derivatives_by_rows():
     places, sizes = band(9, 9, 1), {0: (6, 3)}
 
     def first(x, v):
@@ -375,10 +353,6 @@ def check_twice_by_rows():
         placements=[[Shard(0)], None],
         shard_sizes=[sizes, None],
     )
-
-
-def test_second_derivatives_by_rows():
-    run_distributed(check_twice_by_rows, 2)
 
 
 def check_changes():
@@ -482,7 +456,8 @@ def test_half_precision_by_rows(dtype):
         assert all(ours <= 2 * theirs for ours, theirs in errors)
 
 
-def check_other_dtypes():
+@on_ranks(2)
+def test_other_dtypes():
     """Integers are multiplied as before; autocast gives half precision."""
     mesh = shared_mesh(2)
     s, x = adjacency(4), data(16, 3)
@@ -496,10 +471,6 @@ def check_other_dtypes():
     complex_ = s.to(torch.complex128) * (1 + 2j)
     got = complex_ @ shard(x.to(torch.complex128), mesh, [Shard(0)])
     torch.testing.assert_close(got.full_tensor(), complex_ @ x.to(torch.complex128))
-
-
-def test_other_dtypes():
-    run_distributed(check_other_dtypes, 2)
 
 
 def check_compiled():
@@ -517,7 +488,8 @@ def test_compiled():
     assert run_distributed(check_compiled, 2) == ["right"] * 2
 
 
-def check_sharded_edges():
+@on_ranks(2)
+def test_matrices_of_sharded_edges_are_refused():
     mesh, places = shared_mesh(2), band(9, 9, 1)
     edges, values = (
         shard(t, mesh, [Shard(t.ndim - 1)]) for t in (places, torch.ones(places.shape[1], dtype=torch.float64))
@@ -535,11 +507,8 @@ def check_sharded_edges():
         assert not counted.collectives
 
 
-def test_matrices_of_sharded_edges_are_refused():
-    run_distributed(check_sharded_edges, 2)
-
-
-def check_constructors():
+@on_ranks(2)
+def test_matrices_of_replicated_edges_are_plain():
     """A matrix of what every rank holds whole is plain, and values keep their history."""
     mesh, places = shared_mesh(2), band(9, 9, 1)
     values, starts = data(places.shape[1]), torch.searchsorted(places[0].contiguous(), torch.arange(10))
@@ -564,7 +533,3 @@ def check_constructors():
     sums = shard(values, mesh, [Partial()])
     with pytest.raises(UnsupportedSharding, match="no rank has all"):
         torch.sparse_coo_tensor(places, sums, (9, 9))
-
-
-def test_matrices_of_replicated_edges_are_plain():
-    run_distributed(check_constructors, 2)

@@ -7,6 +7,7 @@ from unittest import mock
 
 import pytest
 import torch
+from on_ranks import on_ranks
 from torch import linalg
 from torch.distributed.tensor import Partial, Replicate, Shard
 
@@ -113,7 +114,8 @@ def test_least_squares(sizes, columns):
     run_distributed(check_least_squares, len(sizes), sizes, columns)
 
 
-def check_layouts():
+@on_ranks(4)
+def test_batches_and_meshes():
     """Batches of fewer matrices than ranks, and meshes of two dims."""
     few = matrix(2, 13, 3)
     for function in (linalg.qr, linalg.pinv, linalg.svdvals):
@@ -127,11 +129,8 @@ def check_layouts():
     )
 
 
-def test_batches_and_meshes():
-    run_distributed(check_layouts, 4)
-
-
-def check_dependent_rows():
+@on_ranks(3)
+def test_dependent_rows():
     """Shards whose own rows are dependent have the gradients of one device, and matrices with zeros its signs."""
     x = matrix(24, 3)
     x[8:16, 1] = 0
@@ -142,20 +141,13 @@ def check_dependent_rows():
         assert_matches_unsharded(OF_TALL["qr signs"], y, mesh_shape=3, placements=ROWS)
 
 
-def test_dependent_rows():
-    run_distributed(check_dependent_rows, 3)
-
-
-def check_signs():
+@on_ranks(2)
+def test_signs_of_large_matrices():
     """Of sizes at which LAPACK works in blocks, and on either side of its switch of methods."""
     for m, n in ((5000, 40), (600, 70), (130, 100), (200, 110)):
         x = matrix(m, n)
         for name in ("qr signs", "svd signs"):
             assert_matches_unsharded(OF_TALL[name], x, mesh_shape=2, placements=ROWS, rtol=1e-8)
-
-
-def test_signs_of_large_matrices():
-    run_distributed(check_signs, 2)
 
 
 def second(function):
@@ -167,15 +159,12 @@ def second(function):
     return derivative
 
 
-def check_second_derivatives():
+@on_ranks(2)
+def test_second_derivatives():
     for function in (lambda x: linalg.qr(x)[1], lambda x: linalg.qr(x)[0], linalg.pinv, linalg.svdvals):
         assert_matches_unsharded(
             second(function), matrix(17, 3), mesh_shape=2, placements=ROWS, shard_sizes={0: (4, 13)}
         )
-
-
-def test_second_derivatives():
-    run_distributed(check_second_derivatives, 2)
 
 
 def communication():
@@ -226,7 +215,8 @@ OF_SMALL = {
 }
 
 
-def check_small():
+@on_ranks(3)
+def test_small_matrices_are_gathered():
     x, b = matrix(5, 5) / 5 + 3 * torch.eye(5, dtype=torch.float64), matrix(5, 7)
     for name, function in OF_SMALL.items():
         both = "solve" in name or name == "lstsq"
@@ -239,10 +229,6 @@ def check_small():
                     raise AssertionError(f"{name}, {laid}") from error
     for placements in ([Shard(0), Shard(1)], [Partial(), Shard(1)]):
         assert_matches_unsharded(linalg.inv, x, mesh_shape=(3, 1), placements=placements)
-
-
-def test_small_matrices_are_gathered():
-    run_distributed(check_small, 3)
 
 
 def layouts():

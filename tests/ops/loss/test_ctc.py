@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
+from on_ranks import on_ranks
 from torch.distributed.tensor import Shard
 
-from shardtensor.testing import (
-    assert_matches_unsharded,
-    run_distributed,
-)
+from shardtensor.testing import assert_matches_unsharded
 
 
-def check_ctc():
+@on_ranks(2)
+def test_ctc_loss():
     torch.manual_seed(0)
     logs = torch.randn(7, 3, 5, dtype=torch.float64)
     rows, flat = torch.randint(1, 5, (3, 4)), torch.randint(1, 5, (6,))
@@ -27,7 +26,3 @@ def check_ctc():
                     placements=[Shard(dim)],
                     shard_sizes={0: sizes},
                 )
-
-
-def test_ctc_loss():
-    run_distributed(check_ctc, 2)

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from halves import half_of, in_halves, is_in
+from on_ranks import on_ranks
 from torch.distributed.tensor import Partial, Replicate, Shard
 
 from shardtensor import UnsupportedSharding
@@ -181,7 +182,8 @@ def test_losses_over_classes(mesh_shape, spatial, dims, sizes, half):
     run_distributed(check_classes, world, mesh_shape, spatial, dims, sizes, half)
 
 
-def check_other_cuts():
+@on_ranks(2)
+def test_targets_cut_otherwise():
     """Targets that are cut otherwise than the input."""
     warnings.simplefilter("ignore")
     uneven = {0: (5, 3)}
@@ -224,10 +226,6 @@ def check_other_cuts():
         placements=[[Shard(1)], [Shard(1)], [Shard(2)]],
         shard_sizes=[uneven, uneven, {0: (1, 3)}],
     )
-
-
-def test_targets_cut_otherwise():
-    run_distributed(check_other_cuts, 2)
 
 
 def use_of_the_value():
@@ -381,7 +379,8 @@ def test_sharded_classes_send_numbers_of_rows():
         assert nll == [(0, {"all_reduce": 1}, 8), (0, {}, 0)]
 
 
-def check_rows():
+@on_ranks(2)
+def test_losses_of_rows():
     """Losses of whole rows, their dims cut in turn."""
     torch.manual_seed(0)
     x, y, z = torch.randn(3, 4, 6, dtype=torch.float64)
@@ -408,10 +407,6 @@ def check_rows():
                     assert_matches_unsharded(function, *tensors, mesh_shape=2, placements=places, shard_sizes=cuts)
 
 
-def test_losses_of_rows():
-    run_distributed(check_rows, 2)
-
-
 def margin_messages():
     mesh = shared_mesh(2)
     x, t = torch.randn(4, 6), torch.tensor([0, 5, 3, 3])
@@ -432,7 +427,8 @@ def test_margins_exchange_what_is_sharded():
         assert classes == [(1, 2 * 3 * 4), (1, 2 * 3 * 4)]  # half of what each rank holds, there and back
 
 
-def check_by_name():
+@on_ranks(2)
+def test_operators_by_name():
     """The operators below ``torch.nn.functional``."""
     aten = torch.ops.aten
     x, t = torch.randn(2, 4, 6, dtype=torch.float64)
@@ -455,11 +451,8 @@ def check_by_name():
             assert_matches_unsharded(function, x, mesh_shape=2, placements=[Shard(dim)], shard_sizes={0: sizes})
 
 
-def test_operators_by_name():
-    run_distributed(check_by_name, 2)
-
-
-def check_autocast():
+@on_ranks(2)
+def test_autocast():
     torch.manual_seed(0)
     x, t = torch.randn(2, 6, 4).sigmoid().bfloat16()
     hard = torch.tensor([0, 3, 1, 1, 2, 0])
@@ -485,11 +478,8 @@ def check_autocast():
                 assert result.dtype == torch.float32
 
 
-def test_autocast():
-    run_distributed(check_autocast, 2)
-
-
-def check_second_derivatives():
+@on_ranks(2)
+def test_second_derivatives():
     x, t = torch.randn(2, 4, 6, dtype=torch.float64)
     hard = torch.tensor([0, 5, 3, 3])
 
@@ -520,10 +510,6 @@ def check_second_derivatives():
     ):
         for dim, sizes in ((0, (1, 3)), (1, (0, 6)), (1, (5, 1))):
             assert_matches_unsharded(penalty(loss), x, mesh_shape=2, placements=[Shard(dim)], shard_sizes={0: sizes})
-
-
-def test_second_derivatives():
-    run_distributed(check_second_derivatives, 2)
 
 
 def fail(case):
@@ -563,7 +549,10 @@ def test_errors_are_the_same_on_every_rank(case, kind, text):
             raise error
 
 
-def linear_cross_entropies():
+@pytest.mark.skipif(not hasattr(F, "linear_cross_entropy"), reason="torch does not have it yet")
+@on_ranks(2)
+def test_linear_cross_entropy():
+    """Rows or classes sharded, one position or several."""
     target = torch.tensor([[0, 2, 4], [1, 1, 3], [3, 0, 2], [4, 4, 1], [2, 0, 0]])
     for reduction in ("mean", "sum", "none"):
         one, several = torch.randn(5, 4).double(), torch.randn(5, 3, 4).double()
@@ -579,9 +568,3 @@ def linear_cross_entropies():
                 assert_matches_unsharded(
                     loss, *given, mesh_shape=2, placements=cuts[: len(given)], shard_sizes=sizes[: len(given)]
                 )
-
-
-@pytest.mark.skipif(not hasattr(F, "linear_cross_entropy"), reason="torch does not have it yet")
-def test_linear_cross_entropy():
-    """Rows or classes sharded, one position or several."""
-    run_distributed(linear_cross_entropies, 2)

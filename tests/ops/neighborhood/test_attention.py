@@ -12,6 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from neighborhood_oracle import Dense, Problem, dense_attention, random_problem, visible
+from on_ranks import on_ranks
 from spatial_cases import cut
 from torch import nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
@@ -315,21 +316,19 @@ def test_chosen_problems_on_a_2x2_mesh():
     run_distributed(check_chosen, 4, CHOSEN_2D, (2, 2))
 
 
-def windows_over_several_shards():
+@on_ranks(4)
+def test_windows_that_reach_over_several_shards():
     for sizes in ((1, 1, 2, 5), (3, 0, 0, 6), (0, 4, 5, 0), (2, 2, 2, 3)):
         check(plane(kernel=7), 4, [1], {0: sizes})
         check(plane((9, 3), 3, dilation=1, stride=2), 4, [1], {0: sizes})
         check(plane((9,), 3, dilation=3, causal=True), 4, [1], {0: sizes})
 
 
-def test_windows_that_reach_over_several_shards():
-    run_distributed(windows_over_several_shards, 4)
-
-
 # -- operands cut differently ----------------------------------------------------------------------------------------
 
 
-def other_cuts():
+@on_ranks(2)
+def test_operands_that_are_cut_differently():
     """The first that is sharded on a mesh dim decides; gradients come back as the operands lie."""
     problem = plane((9, 7), 3, heads_kv=1)
     rows, others, columns = {0: (4, 5)}, {0: (7, 2)}, {0: (1, 6)}
@@ -346,11 +345,8 @@ def other_cuts():
         assert out.placements == tuple(places[decides]) and out.shard_sizes == sizes[decides]
 
 
-def test_operands_that_are_cut_differently():
-    run_distributed(other_cuts, 2)
-
-
-def groups_of_heads():
+@on_ranks(2)
+def test_groups_of_heads():
     """Heads of queries stay with the head of the keys that they share, whichever of them is cut."""
     problem = plane((5, 4), 3, heads=6, heads_kv=2, additional=2)
     heads, whole = [Shard(3)], [Replicate()]
@@ -371,11 +367,8 @@ def groups_of_heads():
         assert out.placements == (Shard(3),) and out.shard_sizes == {0: expected}
 
 
-def test_groups_of_heads():
-    run_distributed(groups_of_heads, 2)
-
-
-def additional_kinds():
+@on_ranks(2)
+def test_additional_keys_of_every_kind():
     """Additional keys and values may be plain, replicated or cut like batch or heads."""
     rows = plane((9, 7), 3, batch=2, additional=3)
     for place, extra in (
@@ -404,10 +397,6 @@ def additional_kinds():
             assert type(t.grad) is type(t.detach())
             got = t.grad.full_tensor() if isinstance(t, DTensor) else t.grad
             torch.testing.assert_close(got, grad, rtol=1e-10, atol=1e-12)
-
-
-def test_additional_keys_of_every_kind():
-    run_distributed(additional_kinds, 2)
 
 
 # -- what is sent ----------------------------------------------------------------------------------------------------
@@ -469,7 +458,8 @@ def test_one_message_per_peer_with_the_halo_of_keys_and_values():
     assert run_distributed(all_traffic, 3)[1] == [2, 2, 0, 2, 2]
 
 
-def corners():
+@on_ranks(4)
+def test_corners_need_no_messages_of_their_own():
     """On a 2 x 2 mesh a rank receives exactly what its windows span beyond its shard, in one message per mesh dim."""
     mesh = shared_mesh((2, 2))
     x = torch.randn(1, 9, 8, 2, 4, dtype=torch.float64)
@@ -484,14 +474,11 @@ def corners():
     assert counts.messages == counts.received_messages == 2
 
 
-def test_corners_need_no_messages_of_their_own():
-    run_distributed(corners, 4)
-
-
 # -- what is worked out once -------------------------------------------------------------------------------------------
 
 
-def repeated():
+@on_ranks(2)
+def test_plans_and_masks_are_kept():
     problem = plane((9, 8), 5, additional=2)
 
     def step(seed):
@@ -507,14 +494,12 @@ def repeated():
     assert tiles._plan.cache_info()[:2] == (before.hits + 3, before.misses)
 
 
-def test_plans_and_masks_are_kept():
-    run_distributed(repeated, 2)
-
-
 # -- natten's kernels ------------------------------------------------------------------------------------------------
 
 
-def through_natten():
+@pytest.mark.not_emulated("natten asks for the CUDA version of torch's build, which has none there")
+@on_ranks(2)
+def test_natten_kernels_run_on_slices():
     """natten's own kernel on the slices: here its CPU kernel, which has no gradient and no float64."""
     mesh = shared_mesh(2)
     for problem, sizes in (
@@ -530,11 +515,6 @@ def through_natten():
             assert t.shard_sizes == sizes and t.dtype == o.dtype
             torch.testing.assert_close(t.full_tensor(), expected, rtol=1e-4, atol=1e-5)
             torch.testing.assert_close(o.full_tensor(), expected, rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.not_emulated("natten asks for the CUDA version of torch's build, which has none there")
-def test_natten_kernels_run_on_slices():
-    run_distributed(through_natten, 2)
 
 
 class DenseKernel:
@@ -585,7 +565,8 @@ def test_a_kernel_of_nattens_kind_is_exact_on_slices(mesh_shape):
 # -- dtypes ----------------------------------------------------------------------------------------------------------
 
 
-def dtypes():
+@on_ranks(2)
+def test_dtypes_autocast_and_inference_mode():
     mesh = shared_mesh(2)
     problem = plane((9, 7), 3, heads_kv=1)
     whole = problem.tensors()
@@ -619,10 +600,6 @@ def dtypes():
     assert all(t.grad is not None for t in inputs)
 
 
-def test_dtypes_autocast_and_inference_mode():
-    run_distributed(dtypes, 2)
-
-
 def second_derivatives():
     q, k, v = (shard(t, shared_mesh(2), [Shard(1)], {0: (4, 5)}, requires_grad=True) for t in plane().tensors())
     (grad,) = torch.autograd.grad(natten.na2d(q, k, v, kernel_size=3).square().sum(), q, create_graph=True)
@@ -652,7 +629,11 @@ class Block(nn.Module):
         return x + self.mlp(self.norm2(x))
 
 
-def modules(mesh_shape, dims, cuts):
+@pytest.mark.parametrize(
+    ("mesh_shape", "dims", "cuts"), [(2, [1], [3]), (2, [2], [9]), ((2, 2), [1, 2], [4, 7]), ((2, 2), [0, 1], [5, 6])]
+)
+@on_ranks("mesh_shape")
+def test_modules_run_unmodified(mesh_shape, dims, cuts):
     torch.manual_seed(0)
     models = {
         (2, 13, 6): natten.NeighborhoodAttention1D(6, 2, kernel_size=4, stride=2, is_causal=True),
@@ -675,13 +656,6 @@ def modules(mesh_shape, dims, cuts):
             placements=places,
             shard_sizes=sizes,
         )
-
-
-@pytest.mark.parametrize(
-    ("mesh_shape", "dims", "cuts"), [(2, [1], [3]), (2, [2], [9]), ((2, 2), [1, 2], [4, 7]), ((2, 2), [0, 1], [5, 6])]
-)
-def test_modules_run_unmodified(mesh_shape, dims, cuts):
-    run_distributed(modules, 4 if mesh_shape == (2, 2) else 2, mesh_shape, dims, cuts)
 
 
 # -- plain tensors ---------------------------------------------------------------------------------------------------
@@ -787,7 +761,8 @@ def test_errors_are_raised_on_every_rank_before_anything_is_sent(name):
             raise raised
 
 
-def gathered():
+@on_ranks(2)
+def test_refused_layouts_may_be_gathered():
     """What is refused works where gathering is allowed."""
     problem = plane((6, 5), 3)
     whole = problem.tensors()
@@ -798,11 +773,8 @@ def gathered():
     assert out.placements == (Shard(4),) and out.shard_sizes == {0: (1, 2)}
 
 
-def test_refused_layouts_may_be_gathered():
-    run_distributed(gathered, 2)
-
-
-def plain_attention():
+@on_ranks(2)
+def test_nattens_attention_is_torchs():
     """natten's ``attention``, over which additional contexts go: heads behind the sequence, fewer of them for keys."""
     problem = plane((9,), 9, heads=4, heads_kv=2)
     query, key, value = problem.tensors()
@@ -814,11 +786,8 @@ def plain_attention():
         torch.testing.assert_close(got.full_tensor(), expected, rtol=1e-10, atol=1e-12)
 
 
-def test_nattens_attention_is_torchs():
-    run_distributed(plain_attention, 2)
-
-
-def merged():
+@on_ranks(2)
+def test_merged_attentions_have_the_right_gradients():
     """Two dilations merged by natten's ``merge_attentions``, differentiated."""
     problem = plane((11,), 3, dilation=1)
     whole = problem.tensors()
@@ -836,7 +805,3 @@ def merged():
     assert_matches_unsharded(
         both, *whole, mesh_shape=2, placements=[Shard(1)], shard_sizes={0: (4, 7)}, rtol=1e-4, atol=1e-5
     )
-
-
-def test_merged_attentions_have_the_right_gradients():
-    run_distributed(merged, 2)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from on_ranks import on_ranks
 from torch.distributed.tensor import Replicate, Shard
 
 from shardtensor import UnsupportedSharding
@@ -90,7 +91,10 @@ def operands(grid, to, batch=2):
     return [torch.randn(batch, *n, c, dtype=torch.float64) for n, c in ((to, 4), (grid, 4), (grid, 6))]
 
 
-def check(grid, to, ranks):
+@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("grid", "to"), [(FINE, FINE), (FINE, COARSE), (COARSE, FINE)])
+@on_ranks("ranks")
+def test_attention_on_the_sphere(grid, to, ranks):
     given, call = operands(grid, to, ranks), attention(grid, to)
     for placements in (
         [ROWS, ROWS, ROWS],
@@ -107,20 +111,11 @@ def check(grid, to, ranks):
         assert_matches_unsharded(call, *given, mesh_shape=ranks, placements=[ROWS, ROWS, ROWS], shard_sizes=sizes)
 
 
-@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
-@pytest.mark.parametrize(("grid", "to"), [(FINE, FINE), (FINE, COARSE), (COARSE, FINE)])
-def test_attention_on_the_sphere(grid, to, ranks):
-    run_distributed(check, ranks, grid, to, ranks)
-
-
-def check_two_mesh_dims():
+@on_ranks(4)
+def test_a_mesh_of_two_dims():
     given, call = operands(FINE, FINE), attention(FINE, FINE)
     for placements in ([Shard(0), Shard(1)], [Shard(1), Shard(0)], [Replicate(), Shard(1)]):
         assert_matches_unsharded(call, *given, mesh_shape=(2, 2), placements=placements)
-
-
-def test_a_mesh_of_two_dims():
-    run_distributed(check_two_mesh_dims, 4)
 
 
 def sent():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+from on_ranks import on_ranks
 from torch.distributed.tensor import Shard
 
 from shardtensor.testing import assert_matches_unsharded, run_distributed, shard, shared_mesh
@@ -41,9 +42,9 @@ def functions(channels):
     }
 
 
-def check(names):
-    for name in names:
-        shape, sizes, channels = SHAPES[name]
+@on_ranks(2)
+def test_values_and_gradients():
+    for name, (shape, sizes, channels) in SHAPES.items():
         torch.manual_seed(0)
         parameters = [torch.rand(channels, dtype=torch.float64) + 0.5 for _ in range(2)]
         # Not far from zero, and so far that rounding the mean counts.
@@ -62,10 +63,6 @@ def check(names):
                     )
                 except AssertionError as error:
                     raise AssertionError(f"{kind} of {name}, mean {shift}: {error}") from error
-
-
-def test_values_and_gradients():
-    run_distributed(check, 2, list(SHAPES))
 
 
 def formats(shape, sizes, memory_format, dtype):

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from halves import half_of, in_halves
+from on_ranks import on_ranks
 from seeded import seeded
 from torch import nn
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
@@ -91,7 +92,8 @@ def test_values_gradients_and_running_statistics(mesh_shape, dims, sizes, half):
     run_distributed(check_modules, world, mesh_shape, dims, sizes, half)
 
 
-def check_other_shapes():
+@on_ranks(2)
+def test_other_shapes_layouts_and_doors():
     def check(module, x, dim, sizes):
         assert_matches_unsharded(module, x, mesh_shape=2, placements=[Shard(dim)], shard_sizes={0: sizes})
 
@@ -141,10 +143,6 @@ def check_other_shapes():
     check(lambda x: torch.group_norm(x, 2, weight, bias, 1e-3), image, 2, (2, 4))
     check(lambda x: torch.layer_norm(x, (6, 5), eps=1e-3), image, 2, (2, 4))
     check(lambda x: torch.rms_norm(x, (6, 5)), image, 2, (2, 4))
-
-
-def test_other_shapes_layouts_and_doors():
-    run_distributed(check_other_shapes, 2)
 
 
 def running_statistics():
@@ -214,7 +212,9 @@ class Autocast(nn.Module):
             return self.module(x)
 
 
-def check_mixed_precision():
+@pytest.mark.on_cpu("GPUs have no group norm of mixed dtypes")
+@on_ranks(2)
+def test_dtypes_of_results_are_torchs():
     x = torch.randn(2, 4, 8, 6)
 
     def check(module, dtype, amp):
@@ -232,11 +232,6 @@ def check_mixed_precision():
         module.to(torch.bfloat16)
         check(module, torch.bfloat16, False)
     check(nn.RMSNorm([8, 6], dtype=torch.bfloat16), torch.bfloat16, False)
-
-
-@pytest.mark.on_cpu("GPUs have no group norm of mixed dtypes")
-def test_dtypes_of_results_are_torchs():
-    run_distributed(check_mixed_precision, 2)
 
 
 def communication():
@@ -296,7 +291,8 @@ def test_nothing_of_the_inputs_size_but_the_input_is_kept_for_backward():
         assert is_input
 
 
-def check_dtensor_parameters():
+@on_ranks(2)
+def test_replicated_dtensor_parameters():
     mesh = shared_mesh(2)
     x = torch.randn(2, 4, 8, dtype=torch.float64)
     weight = torch.rand(4, dtype=torch.float64)
@@ -308,11 +304,8 @@ def check_dtensor_parameters():
         torch.testing.assert_close(distributed.grad.full_tensor(), plain.grad, rtol=1e-10, atol=1e-12)
 
 
-def test_replicated_dtensor_parameters():
-    run_distributed(check_dtensor_parameters, 2)
-
-
-def check_native():
+@on_ranks(2)
+def test_operators_by_name():
     """The operators below, which return their statistics, too."""
     torch.manual_seed(0)
     x = torch.randn(4, 6, 5, dtype=torch.float64)
@@ -349,11 +342,8 @@ def check_native():
     assert not failures, "\n".join(failures)
 
 
-def test_operators_by_name():
-    run_distributed(check_native, 2)
-
-
-def check_sharded_parameters():
+@on_ranks(2)
+def test_sharded_parameters():
     torch.manual_seed(0)
     x = torch.randn(3, 4, 6, dtype=torch.float64)
     w, b, images = torch.rand(4, dtype=torch.float64), torch.rand(4, dtype=torch.float64), torch.rand(4, 6).double()
@@ -370,11 +360,8 @@ def check_sharded_parameters():
         check(lambda x, w: F.rms_norm(x, (4, 6), w), images, dims=(1, 0), sizes=[sizes, {0: (2, 2)}])
 
 
-def test_sharded_parameters():
-    run_distributed(check_sharded_parameters, 2)
-
-
-def check_second_derivatives():
+@on_ranks(2)
+def test_second_derivatives():
     torch.manual_seed(0)
     x = torch.randn(4, 4, 6, dtype=torch.float64)
     w, b = torch.rand(2, 4, dtype=torch.float64)
@@ -411,20 +398,13 @@ def check_second_derivatives():
     assert not failures, "\n".join(failures)
 
 
-def test_second_derivatives():
-    run_distributed(check_second_derivatives, 2)
-
-
-def check_local_response():
+@on_ranks(2)
+def test_local_response_norm():
     x = torch.randn(2, 6, 5, 4, dtype=torch.float64)
     for dim, sizes in ((0, (1, 1)), (1, (4, 2)), (2, (0, 5)), (3, (3, 1))):
         for t in (x, x[..., 0] if dim < 3 else x):
             function = lambda x: F.local_response_norm(x, 3, 0.5)  # noqa: E731
             assert_matches_unsharded(function, t, mesh_shape=2, placements=[Shard(dim)], shard_sizes={0: sizes})
-
-
-def test_local_response_norm():
-    run_distributed(check_local_response, 2)
 
 
 def cut_groups():
@@ -485,7 +465,8 @@ def test_errors_are_the_same_on_every_rank(case, kind, text):
             raise error
 
 
-def check_strided_parameters():
+@on_ranks(2)
+def test_parameters_that_are_not_contiguous():
     """Kernels that torch's functions call with contiguous parameters get them so here as well."""
     for shape, dims in (((5, 6, 7), (0, 2)), ((5, 6, 4, 3), (0, 1, 3))):
         table = torch.randn(6, 4, dtype=torch.float64, generator=seeded(0)).exp()
@@ -511,7 +492,3 @@ def check_strided_parameters():
                         torch.testing.assert_close(getattr(ours, "full_tensor", lambda t=ours: t)(), torchs)
                 except Exception as error:
                     raise AssertionError(f"{name}, {shape}, dim {dim}: {error}") from error
-
-
-def test_parameters_that_are_not_contiguous():
-    run_distributed(check_strided_parameters, 2)

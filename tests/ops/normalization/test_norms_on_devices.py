@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from halves import in_halves
+from on_ranks import on_ranks
 from torch import nn
 from torch.distributed.tensor import Shard
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -68,7 +69,18 @@ def made(name, dtype):
     return module
 
 
-def compare(ranks, dtype, half):
+@pytest.mark.on_device
+@pytest.mark.parametrize(
+    ("ranks", "dtype", "half"),
+    [
+        *in_halves([(2, torch.float32), (2, torch.bfloat16), (3, torch.float64)]),
+        pytest.param(2, torch.float64, None, marks=pytest.mark.slow),
+        pytest.param(3, torch.float32, None, marks=pytest.mark.slow),
+        pytest.param(3, torch.bfloat16, None, marks=pytest.mark.slow),
+    ],
+)
+@on_ranks("ranks")
+def test_values_gradients_and_running_statistics(ranks, dtype, half):
     """Each norm on all cuts, in the memory formats in turn; with ``half`` None in both formats on each cut."""
     torch.manual_seed(0)
     mesh, problems = shared_mesh(ranks), []
@@ -94,20 +106,8 @@ def compare(ranks, dtype, half):
 
 
 @pytest.mark.on_device
-@pytest.mark.parametrize(
-    ("ranks", "dtype", "half"),
-    [
-        *in_halves([(2, torch.float32), (2, torch.bfloat16), (3, torch.float64)]),
-        pytest.param(2, torch.float64, None, marks=pytest.mark.slow),
-        pytest.param(3, torch.float32, None, marks=pytest.mark.slow),
-        pytest.param(3, torch.bfloat16, None, marks=pytest.mark.slow),
-    ],
-)
-def test_values_gradients_and_running_statistics(ranks, dtype, half):
-    run_distributed(compare, ranks, ranks, dtype, half)
-
-
-def check_without_eps():
+@on_ranks(2)
+def test_ranks_whose_elements_are_equal_need_no_eps():
     """One rank's elements are all equal: its variance alone has no root to divide by."""
     torch.manual_seed(0)
     image = torch.randn(SHAPE, dtype=torch.float64)
@@ -124,11 +124,9 @@ def check_without_eps():
 
 
 @pytest.mark.on_device
-def test_ranks_whose_elements_are_equal_need_no_eps():
-    run_distributed(check_without_eps, 2)
-
-
-def check_ways_of_groups(launch):
+@pytest.mark.parametrize("launch", [0, 1 << 20], ids=["large", "small"])
+@on_ranks(2)
+def test_ways_of_weighting_groups(launch):
     """Weights of zero, or hardly more, in groups with others; and groups without weights, or frozen ones."""
     torch.manual_seed(0)
     image = torch.randn(SHAPE, dtype=torch.float64)
@@ -148,12 +146,6 @@ def check_ways_of_groups(launch):
             module = made(name, torch.float64)
             mesh, sizes = shared_mesh(2), {0: (12, 0)}
             assert_matches_unsharded(module, image, mesh=mesh, placements=[Shard(2)], shard_sizes=sizes)
-
-
-@pytest.mark.on_device
-@pytest.mark.parametrize("launch", [0, 1 << 20], ids=["large", "small"])
-def test_ways_of_weighting_groups(launch):
-    run_distributed(check_ways_of_groups, 2, launch)
 
 
 class Demands(TorchDispatchMode):

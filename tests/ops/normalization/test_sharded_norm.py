@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from device import is_gpu
+from on_ranks import on_ranks
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from shardtensor.testing import assert_matches_unsharded, count_communication, run_distributed, shard, shared_mesh
@@ -71,7 +72,8 @@ def test_precision(mean, spread, dtype, least, memory_format, device_of_ranks):
                 assert error <= max(times * reference, least), f"{name}: {ours} against torch's {torchs}"
 
 
-def check_large_shards():
+@on_ranks(2)
+def test_large_shards_in_any_memory_format():
     torch.manual_seed(0)
     x = torch.randn(2, 4, 96, 64, dtype=torch.float64) + 3
     weight, bias = torch.rand(2, 4, dtype=torch.float64)
@@ -89,11 +91,8 @@ def check_large_shards():
                 )
 
 
-def test_large_shards_in_any_memory_format():
-    run_distributed(check_large_shards, 2)
-
-
-def check_few_elements():
+@on_ranks(3)
+def test_shards_of_one_element_or_none():
     """Shards of one element, or of none, per set, also of equal ones; a shard with all of them; hardly any eps."""
     torch.manual_seed(0)
     weight, bias = torch.rand(2, 4, dtype=torch.float64) + 0.5
@@ -116,11 +115,8 @@ def check_few_elements():
                 assert_matches_unsharded(called, *used, mesh_shape=3, placements=places, shard_sizes=cuts)
 
 
-def test_shards_of_one_element_or_none():
-    run_distributed(check_few_elements, 3)
-
-
-def check_replicated_weights_of_entire_inputs():
+@on_ranks(2)
+def test_the_gradient_of_a_weight_is_not_overwritten_by_that_of_the_input():
     x = torch.randn(1, 2, 3, dtype=torch.float64)
     weight = torch.rand(1, 2, 3, dtype=torch.float64)
     mesh, grads = shared_mesh(2), []
@@ -130,10 +126,6 @@ def check_replicated_weights_of_entire_inputs():
         F.layer_norm(y.requires_grad_(), (1, 2, 3), w).pow(3).sum().backward()
         grads.append(w.grad if whole else w.grad.full_tensor())
     torch.testing.assert_close(*grads, rtol=1e-10, atol=1e-12)
-
-
-def test_the_gradient_of_a_weight_is_not_overwritten_by_that_of_the_input():
-    run_distributed(check_replicated_weights_of_entire_inputs, 2)
 
 
 def messages_of_a_sharded_batch():
@@ -214,10 +206,7 @@ class AlsoOnAWhole(torch.nn.Module):
         return self.norm(whole).square().mean() + self.norm(x).exp().mean() + self.norm(whole).exp().mean()
 
 
-def on_shards_and_on_wholes():
+@on_ranks(2)
+def test_one_module_on_shards_and_on_wholes():
     image = torch.randn(2, 4, 7, 3, dtype=torch.float64)
     assert_matches_unsharded(AlsoOnAWhole(), image, mesh_shape=2, placements=[Shard(2)], shard_sizes={0: (5, 2)})
-
-
-def test_one_module_on_shards_and_on_wholes():
-    run_distributed(on_shards_and_on_wholes, 2)

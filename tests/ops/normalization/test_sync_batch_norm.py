@@ -7,6 +7,7 @@ import copy
 import pytest
 import torch
 import torch.distributed as dist
+from on_ranks import on_ranks
 from torch import nn
 from torch.distributed.tensor import Replicate, Shard
 
@@ -90,25 +91,20 @@ def test_options(options, over):
     run_distributed(compare, 4, "rows", over, **options)
 
 
-def compare_without_samples():
+@on_ranks(4)
+def test_a_replica_without_samples():
     compare("rows", None, samples=(0, 3))
 
 
-def test_a_replica_without_samples():
-    run_distributed(compare_without_samples, 4)
-
-
-def compare_in_debug_mode():
+@on_ranks(4)
+def test_replicas_of_different_sizes_agree_in_debug_mode():
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("SHARDTENSOR_DEBUG", "1")
         compare("rows", None)
 
 
-def test_replicas_of_different_sizes_agree_in_debug_mode():
-    run_distributed(compare_in_debug_mode, 4)
-
-
-def compare_channels():
+@on_ranks(4)
+def test_sharded_channels():
     """Where ranks have different channels, those with the same ones belong together."""
     mesh = shared_mesh((2, 2), ("data", "domain"))
     torch.manual_seed(0)
@@ -122,10 +118,6 @@ def compare_channels():
     torch.testing.assert_close(module.running_var, reference.running_var)
 
 
-def test_sharded_channels():
-    run_distributed(compare_channels, 4)
-
-
 def give_channels_to_the_world():
     mesh = shared_mesh((2, 2), ("data", "domain"))
     nn.SyncBatchNorm(4)(shard(torch.randn(2, *SHAPE), mesh["domain"], [Shard(1)], {0: (3, 1)}))
@@ -137,7 +129,8 @@ def test_channels_of_several_meshes_are_refused_on_all_ranks():
         assert "the process group of the mesh" in text
 
 
-def compare_second_derivatives():
+@on_ranks(4)
+def test_second_derivatives():
     mesh = shared_mesh((2, 2), ("data", "domain"))
     torch.manual_seed(0)
     here = mesh["data"].get_local_rank()
@@ -151,16 +144,14 @@ def compare_second_derivatives():
     torch.testing.assert_close(found[1].full_tensor(), found[0].unflatten(0, (2, 2))[here])
 
 
-def test_second_derivatives():
-    run_distributed(compare_second_derivatives, 4)
-
-
 class Network(nn.Sequential):
     def __init__(self):
         super().__init__(nn.Conv2d(4, 6, 3, padding=1), nn.BatchNorm2d(6), nn.ReLU(), nn.Conv2d(6, 2, 1))
 
 
-def train():
+@pytest.mark.on_device
+@on_ranks(4)
+def test_training_on_replicas_is_that_of_one_device_with_all_samples():
     """Two replicas of a domain each, with samples of their own, and one device that has all of them."""
     mesh = shared_mesh((2, 2), ("data", "domain"))
     torch.manual_seed(0)
@@ -178,11 +169,6 @@ def train():
             optimizer.step()
     for value, expected in zip(model.state_dict().values(), single.state_dict().values(), strict=True):
         torch.testing.assert_close(value, expected)
-
-
-@pytest.mark.on_device
-def test_training_on_replicas_is_that_of_one_device_with_all_samples():
-    run_distributed(train, 4)
 
 
 def messages():

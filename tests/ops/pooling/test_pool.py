@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
+from on_ranks import on_ranks
 from seeded import seeded
 from spatial_cases import check_cases, data, squared_gradient
 from torch import nn
@@ -118,25 +119,19 @@ def adaptive_cases():
     return cases
 
 
-def check_windows(mesh_shape, half):
-    check_cases(window_cases(), mesh_shape, half=half)
-
-
-def check_adaptive(mesh_shape):
-    check_cases(adaptive_cases(), mesh_shape)
-
-
 SLOW = [pytest.param(*values, marks=pytest.mark.slow) for values in [(3, 1), (4, None), ((2, 2), 0)]]
 
 
 @pytest.mark.parametrize(("mesh_shape", "half"), [(1, None), (2, None), (3, 0), ((2, 2), 1), *SLOW], ids=str)
+@on_ranks("mesh_shape", timeout=200)
 def test_windows_match_one_device(mesh_shape, half):
-    run_distributed(check_windows, 4 if mesh_shape == (2, 2) else mesh_shape, mesh_shape, half, timeout=200)
+    check_cases(window_cases(), mesh_shape, half=half)
 
 
 @pytest.mark.parametrize("mesh_shape", [1, 2, 3, 4, (2, 2)], ids=str)
+@on_ranks("mesh_shape", timeout=200)
 def test_adaptive_windows_match_one_device(mesh_shape):
-    run_distributed(check_adaptive, 4 if mesh_shape == (2, 2) else mesh_shape, mesh_shape, timeout=200)
+    check_cases(adaptive_cases(), mesh_shape)
 
 
 def layouts():
@@ -161,7 +156,8 @@ def test_layouts():
     assert all(run_distributed(layouts, 3))
 
 
-def check_volumes():
+@on_ranks(2)
+def test_averages_of_volumes():
     """Average pooling of volumes, whose kernel takes no input shorter than its window, batched and not."""
     for shape in ((3, 4, 5, 6), (2, 3, 4, 5, 6)):
         x = data(*shape)
@@ -181,10 +177,6 @@ def check_volumes():
                         placements=[Shard(dim)],
                         shard_sizes={0: sizes},
                     )
-
-
-def test_averages_of_volumes():
-    run_distributed(check_volumes, 2)
 
 
 def partial_inputs():
@@ -220,7 +212,8 @@ def test_nothing_travels_where_windows_fit_the_shards_and_one_row_where_they_ove
     assert run_distributed(traffic, 2) == [(0, 0, 1, 16)] * 2
 
 
-def dtypes():
+@on_ranks(2)
+def test_dtypes():
     pools = nn.MaxPool2d(3, 2, 1), nn.AvgPool2d(3, 2, 1), nn.AdaptiveAvgPool2d(1)
     for dtype in (torch.float32, torch.bfloat16):
         for fn in pools:
@@ -229,22 +222,15 @@ def dtypes():
             )
 
 
-def pool_volumes_under_autocast():
+@pytest.mark.not_emulated("whose kernels are the CPU's, and torch's CPU has no average pooling of bfloat16 volumes")
+@on_ranks(2)
+def test_autocast():
     def autocast(x):
         with torch.autocast(torch.get_default_device().type, torch.bfloat16):
             return F.avg_pool3d(x, 2), F.max_pool3d(x, 2)
 
     x = data(2, 3, 4, 4, 4, dtype=torch.bfloat16)
     assert_matches_unsharded(autocast, x, mesh_shape=2, placements=[Shard(2)], shard_sizes={0: (4, 0)})
-
-
-def test_dtypes():
-    run_distributed(dtypes, 2)
-
-
-@pytest.mark.not_emulated("whose kernels are the CPU's, and torch's CPU has no average pooling of bfloat16 volumes")
-def test_autocast():
-    run_distributed(pool_volumes_under_autocast, 2)
 
 
 def wrong(case):
@@ -326,7 +312,9 @@ def test_scaled_boundaries_give_outputs_to_the_owner_of_their_centre(sizes, out)
     assert map_boundaries(sizes, scaled_boundary(n, 2 * n)) == tuple(2 * s for s in sizes)
 
 
-def second_derivatives():
+@pytest.mark.parametrize("world", [1, 2, 3])
+@on_ranks("world")
+def test_second_derivatives(world):
     functions = {
         "aligned": lambda x: F.max_pool2d(x, 2),
         "max": lambda x: F.max_pool2d(x, 3, 2, 1),
@@ -338,26 +326,8 @@ def second_derivatives():
     check_cases(cases, torch.distributed.get_world_size(), rounds=3)
 
 
-@pytest.mark.parametrize("world", [1, 2, 3])
-def test_second_derivatives(world):
-    run_distributed(second_derivatives, world)
-
-
-def second_derivatives_of_empty_shards():
-    """All ranks have a gradient: a rank without, next to one with zeros, would go on while others communicate."""
-    for pool in (F.avg_pool1d, F.max_pool1d):
-        x = shard(torch.randn(2, 4, 7).double(), shared_mesh(2), [Shard(2)], {0: (0, 7)}).requires_grad_()
-        (grad,) = torch.autograd.grad(pool(x, 2).square().sum(), [x], create_graph=True)
-        plain = x.detach().full_tensor().requires_grad_()
-        (expected,) = torch.autograd.grad(pool(plain, 2).square().sum(), [plain], create_graph=True)
-        for of, to in ((pool(x, 2).sum(), x), (pool(plain, 2).sum(), plain)):
-            (linear,) = torch.autograd.grad(of, [to], create_graph=True)
-            linear.square().sum().backward()
-        torch.testing.assert_close(grad.full_tensor(), expected)
-        torch.testing.assert_close(x.grad.full_tensor(), plain.grad)
-
-
-def higher_derivatives_of_ranks_without_outputs():
+@on_ranks(3)
+def test_higher_derivatives_of_ranks_without_outputs():
     """The rank in the middle has an entry and no outputs: its graph has to reach the same exchanges."""
     for pool, shape in (
         (F.avg_pool1d, (2, 3, 6)),
@@ -379,15 +349,23 @@ def higher_derivatives_of_ranks_without_outputs():
             torch.testing.assert_close(fourth(cut).full_tensor(), fourth(x), rtol=1e-10, atol=1e-10)
 
 
-def test_higher_derivatives_of_ranks_without_outputs():
-    run_distributed(higher_derivatives_of_ranks_without_outputs, 3)
-
-
+@on_ranks(2)
 def test_second_derivatives_of_empty_shards():
-    run_distributed(second_derivatives_of_empty_shards, 2)
+    """All ranks have a gradient: a rank without, next to one with zeros, would go on while others communicate."""
+    for pool in (F.avg_pool1d, F.max_pool1d):
+        x = shard(torch.randn(2, 4, 7).double(), shared_mesh(2), [Shard(2)], {0: (0, 7)}).requires_grad_()
+        (grad,) = torch.autograd.grad(pool(x, 2).square().sum(), [x], create_graph=True)
+        plain = x.detach().full_tensor().requires_grad_()
+        (expected,) = torch.autograd.grad(pool(plain, 2).square().sum(), [plain], create_graph=True)
+        for of, to in ((pool(x, 2).sum(), x), (pool(plain, 2).sum(), plain)):
+            (linear,) = torch.autograd.grad(of, [to], create_graph=True)
+            linear.square().sum().backward()
+        torch.testing.assert_close(grad.full_tensor(), expected)
+        torch.testing.assert_close(x.grad.full_tensor(), plain.grad)
 
 
-def gradient_by_name():
+@on_ranks(2)
+def test_the_gradient_called_by_its_operators_name():
     torch.manual_seed(0)
 
     def gradient(x, grad):
@@ -407,7 +385,3 @@ def gradient_by_name():
         (found * shard(factors, shared_mesh(2), [Replicate()])).sum().backward()
         torch.testing.assert_close(seed.grad.full_tensor(), of_grad, rtol=1e-12, atol=0)
         assert not x.grad.full_tensor().any()  # a constant of the pooled tensor
-
-
-def test_the_gradient_called_by_its_operators_name():
-    run_distributed(gradient_by_name, 2)

@@ -6,15 +6,16 @@ import pytest
 import torch
 import torch.nn.functional as F
 from image_cuts import CUTS, IMAGE, places
+from on_ranks import on_ranks
 from torch.distributed.tensor import Shard
 
-from shardtensor.testing import (
-    assert_matches_unsharded,
-    run_distributed,
-)
+from shardtensor.testing import assert_matches_unsharded
 
 
-def check_pooling(mesh_shape, dims, sizes):
+@pytest.mark.on_device
+@pytest.mark.parametrize(("mesh_shape", "dims", "sizes"), CUTS)
+@on_ranks("mesh_shape")
+def test_images(mesh_shape, dims, sizes):
     torch.manual_seed(0)
     x = torch.randn(IMAGE, dtype=torch.float64)
     pooled, indices = F.max_pool2d(torch.randn(3, 5, 12, 14, dtype=torch.float64), 2, return_indices=True)
@@ -38,13 +39,9 @@ def check_pooling(mesh_shape, dims, sizes):
     assert_matches_unsharded(drawn, x, placements=[places(dims)], **options)
 
 
-@pytest.mark.on_device
-@pytest.mark.parametrize(("mesh_shape", "dims", "sizes"), CUTS)
-def test_images(mesh_shape, dims, sizes):
-    run_distributed(check_pooling, 4 if isinstance(mesh_shape, tuple) else mesh_shape, mesh_shape, dims, sizes)
-
-
-def check_autocast():
+@pytest.mark.on_cpu("under autocast, only CPUs cast what is pooled fractionally; GPUs demand samples of its dtype")
+@on_ranks(2)
+def test_fractional_max_pool_under_autocast():
     torch.manual_seed(0)
     for n, sizes in ((2, (5, 6)), (3, (5, 6, 5))):
         name, samples = f"fractional_max_pool{n}d", torch.rand(2, 3, n)
@@ -56,8 +53,3 @@ def check_autocast():
         for dtype in (torch.float32, torch.bfloat16):
             x = torch.randn(2, 3, *sizes).to(dtype)
             assert_matches_unsharded(pool, x, mesh_shape=2, placements=[Shard(2)], shard_sizes={0: (1, 4)})
-
-
-@pytest.mark.on_cpu("under autocast, only CPUs cast what is pooled fractionally; GPUs demand samples of its dtype")
-def test_fractional_max_pool_under_autocast():
-    run_distributed(check_autocast, 2)

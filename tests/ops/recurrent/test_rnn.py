@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from on_ranks import on_ranks
 from torch import nn
 from torch.distributed.tensor import Replicate, Shard
 
@@ -169,7 +170,10 @@ def test_half_precision():
     run_distributed(check_half_precision, 3)
 
 
-def check_cell(cell, dim):
+@pytest.mark.parametrize("cell", [nn.LSTMCell, nn.GRUCell, nn.RNNCell])
+@pytest.mark.parametrize("dim", [0, 1])
+@on_ranks(2)
+def test_cells(cell, dim):
     torch.manual_seed(0)
     net = cell(4, 6, dtype=torch.float64)
 
@@ -185,12 +189,6 @@ def check_cell(cell, dim):
     x = torch.randn(5, 4, dtype=torch.float64)
     sizes = {0: (1, x.shape[dim] - 1)}
     assert_matches_unsharded(TwoSteps(), x, placements=[[Shard(dim)]], mesh_shape=2, shard_sizes=sizes)
-
-
-@pytest.mark.parametrize("cell", [nn.LSTMCell, nn.GRUCell, nn.RNNCell])
-@pytest.mark.parametrize("dim", [0, 1])
-def test_cells(cell, dim):
-    run_distributed(check_cell, 2, cell, dim)
 
 
 def messages():
@@ -233,7 +231,8 @@ def test_what_travels():
     run_distributed(relayed, 3)
 
 
-def dropped():
+@on_ranks(2)
+def test_dropout_between_layers():
     torch.manual_seed(0)
     net = layer("lstm", batch_first=True, num_layers=2, dropout=0.5)
     x = shard(torch.ones(2, 6, 4, dtype=torch.float64), shared_mesh(2), [Shard(1)], {0: (4, 2)})
@@ -246,10 +245,6 @@ def dropped():
     net.eval()
     whole = net(x.full_tensor())[0]
     torch.testing.assert_close(net(x)[0].full_tensor(), whole, rtol=1e-10, atol=1e-12)
-
-
-def test_dropout_between_layers():
-    run_distributed(dropped, 2)
 
 
 def packed():

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 from halves import half_of, in_halves
-from row_cases import CUTS, check_all, values, world_of
+from on_ranks import on_ranks
+from row_cases import CUTS, check_all, values
 from torch.distributed.tensor import Shard
 
 from shardtensor.testing import run_distributed, shard, shared_mesh
@@ -53,15 +54,12 @@ def extreme_cases():
     return cases
 
 
-def check_extremes(mesh_shape, dims, sizes, half):
+@pytest.mark.parametrize(("mesh_shape", "dims", "sizes", "half"), in_halves(CUTS))
+@on_ranks("mesh_shape")
+def test_extremes(mesh_shape, dims, sizes, half):
     check_all(half_of(extreme_cases(), half), mesh_shape, dims, sizes)
     with torch.inference_mode():
         check_all(half_of(extreme_cases(), half), mesh_shape, dims, sizes, check_grads=False)
-
-
-@pytest.mark.parametrize(("mesh_shape", "dims", "sizes", "half"), in_halves(CUTS))
-def test_extremes(mesh_shape, dims, sizes, half):
-    run_distributed(check_extremes, world_of(mesh_shape), mesh_shape, dims, sizes, half)
 
 
 def extremes_beside_nothing():

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from halves import half_of, in_halves
+from on_ranks import on_ranks
 from torch.distributed.tensor import Partial, Replicate, Shard
 
 from shardtensor.testing import (
@@ -34,10 +35,6 @@ CUTS = [
 
 def placed(dims):
     return [Replicate() if d is None else Shard(d) for d in dims]
-
-
-def world_of(mesh_shape):
-    return mesh_shape if isinstance(mesh_shape, int) else 4
 
 
 def check_all(cases, mesh_shape, dims, sizes):
@@ -127,7 +124,8 @@ def moments():
     yield "var of complex", lambda x: x.var(1), torch.complex(x, x.flip(1))
 
 
-def check_degrees_of_freedom():
+@on_ranks(2)
+def test_warnings_of_degrees_of_freedom():
     """Torch warns of too few elements where there are too few, whether a sharded dim is reduced or not."""
     mesh = shared_mesh(2)
     x = values(4, 11, 1, 3)  # a shape of its own: a plan that exists already says nothing
@@ -141,10 +139,6 @@ def check_degrees_of_freedom():
                         getattr(torch, name)(t, dim, correction=correction)
                     seen.append([str(w.message).partition("(")[0] for w in caught])
                 assert seen[0] == seen[1], (name, dim, correction, seen)
-
-
-def test_warnings_of_degrees_of_freedom():
-    run_distributed(check_degrees_of_freedom, 2)
 
 
 def norms():
@@ -176,14 +170,11 @@ def norms():
         )
 
 
-def check_half(make_cases, mesh_shape, dims, sizes, half):
-    check_all(half_of(make_cases(), half), mesh_shape, dims, sizes)
-
-
 @pytest.mark.parametrize(("mesh_shape", "dims", "sizes", "half"), in_halves(CUTS))
 @pytest.mark.parametrize("cases", [sums, moments, norms])
+@on_ranks("mesh_shape")
 def test_reductions(cases, mesh_shape, dims, sizes, half):
-    run_distributed(check_half, world_of(mesh_shape), cases, mesh_shape, dims, sizes, half)
+    check_all(half_of(cases(), half), mesh_shape, dims, sizes)
 
 
 # -- vectors and matrices -----------------------------------------------------------------------------------------
@@ -202,22 +193,8 @@ def vectors():
     yield "plain vector with it", lambda x: torch.vdot(whole, x), a
 
 
-def check_vectors():
-    for sizes in ({0: (7, 2)}, {0: (0, 9)}):
-        check_all(vectors(), 2, (0,), sizes)
-    a, b = values(9), values(9).exp()
-    mixed = [
-        ([Shard(0)], None, {0: (7, 2)}, None),  # plain, with a gradient that is plain and complete
-        ([Shard(0)], [Shard(0)], {0: (7, 2)}, {0: (1, 8)}),
-        ([Replicate()], [Shard(0)], None, {0: (1, 8)}),
-        ([Partial()], [Shard(0)], None, {0: (1, 8)}),
-    ]
-    for p, q, s, t in mixed:
-        assert_matches_unsharded(torch.dot, a, b, mesh_shape=2, placements=[p, q], shard_sizes=[s, t])
-    assert shard(a, shared_mesh(2), [Shard(0)], {0: (7, 2)}).dot(b).placements == (Partial(),)
-
-
-def check_derivatives_of_whole_rows():
+@on_ranks(2)
+def test_second_derivatives_along_a_dim_that_is_not_sharded():
     """Where no rank has a part of another's row, what is differentiable twice on one device is here, too."""
     x = values()
     x[0, 0], x[1, :2] = 0, 0
@@ -234,15 +211,24 @@ def check_derivatives_of_whole_rows():
         assert_matches_unsharded(twice, x, mesh_shape=2, placements=[Shard(1)], shard_sizes={0: (9, 0)})
 
 
-def test_second_derivatives_along_a_dim_that_is_not_sharded():
-    run_distributed(check_derivatives_of_whole_rows, 2)
-
-
+@on_ranks(2)
 def test_products_of_vectors():
-    run_distributed(check_vectors, 2)
+    for sizes in ({0: (7, 2)}, {0: (0, 9)}):
+        check_all(vectors(), 2, (0,), sizes)
+    a, b = values(9), values(9).exp()
+    mixed = [
+        ([Shard(0)], None, {0: (7, 2)}, None),  # plain, with a gradient that is plain and complete
+        ([Shard(0)], [Shard(0)], {0: (7, 2)}, {0: (1, 8)}),
+        ([Replicate()], [Shard(0)], None, {0: (1, 8)}),
+        ([Partial()], [Shard(0)], None, {0: (1, 8)}),
+    ]
+    for p, q, s, t in mixed:
+        assert_matches_unsharded(torch.dot, a, b, mesh_shape=2, placements=[p, q], shard_sizes=[s, t])
+    assert shard(a, shared_mesh(2), [Shard(0)], {0: (7, 2)}).dot(b).placements == (Partial(),)
 
 
-def check_trace():
+@on_ranks(4)
+def test_trace():
     # Before 2.13 torch's own gradient of a tall matrix's trace was wrong.
     for shape in ((9, 9), (9, 4), (3, 9)) if torch.__version__ >= (2, 13) else ((9, 9), (3, 9)):
         for dims, mesh_shape, sizes in (
@@ -255,14 +241,11 @@ def check_trace():
             )
 
 
-def test_trace():
-    run_distributed(check_trace, 4)
-
-
 # -- Partials, half precision, clipping ---------------------------------------------------------------------------
 
 
-def check_partials():
+@on_ranks(2)
+def test_partials():
     """A reduction that is not linear needs the sum of the contributions first."""
     x = with_zeros()
     for function in (
@@ -280,11 +263,8 @@ def check_partials():
         assert_matches_unsharded(function, x, mesh_shape=2, placements=[Partial()])
 
 
-def test_partials():
-    run_distributed(check_partials, 2)
-
-
-def check_half_precision():
+@on_ranks(2)
+def test_half_precision():
     mesh = shared_mesh(2)
     for dtype in (torch.float16, torch.bfloat16):
         # The squares sum to 400 000 and more, which float16 does not hold.
@@ -295,11 +275,8 @@ def check_half_precision():
             torch.testing.assert_close(sharded.full_tensor(), function(x), rtol=1e-3, atol=0)
 
 
-def test_half_precision():
-    run_distributed(check_half_precision, 2)
-
-
-def check_variance_that_overflows():
+@on_ranks(2)
+def test_variance_that_overflows():
     """float16 holds the standard deviation, but not the variance."""
     x = torch.tensor([-400.0, 300.0, 500.0, -350.0]).half()
     sharded = shard(x, shared_mesh(2), [Shard(0)], {0: (3, 1)})
@@ -308,11 +285,8 @@ def check_variance_that_overflows():
     assert torch.var(sharded).full_tensor() == torch.var(x) == float("inf")
 
 
-def test_variance_that_overflows():
-    run_distributed(check_variance_that_overflows, 2)
-
-
-def check_autocast():
+@on_ranks(2)
+def test_autocast():
     mesh = shared_mesh(2)
     x = values().bfloat16()
     for function in (torch.sum, torch.mean, torch.prod, lambda x: x.cumsum(1), lambda x: x.cumprod(1)):
@@ -324,11 +298,8 @@ def check_autocast():
         assert leaf.grad.dtype == torch.bfloat16
 
 
-def test_autocast():
-    run_distributed(check_autocast, 2)
-
-
-def check_extremes_keep_nan():
+@on_ranks(2)
+def test_extremes_keep_nan():
     mesh = shared_mesh(2)
     rows = torch.tensor([[1, float("nan"), -INF, -3.0, 0], [float("nan"), 2, -INF, -2, INF]])
     for dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16):
@@ -338,11 +309,8 @@ def check_extremes_keep_nan():
             torch.testing.assert_close(sharded, function(x, 0), rtol=0, atol=0, equal_nan=True)
 
 
-def test_extremes_keep_nan():
-    run_distributed(check_extremes_keep_nan, 2)
-
-
-def check_clipping():
+@on_ranks(2)
+def test_clip_grad_norm():
     mesh = shared_mesh(2)
     for p in (2.0, 1.0, INF):
         norms, clipped = [], []
@@ -359,10 +327,6 @@ def check_clipping():
         for ours, theirs in zip(*reversed(clipped)):
             torch.testing.assert_close(ours.full_tensor(), theirs)
             assert ours.placements != (Replicate(),)
-
-
-def test_clip_grad_norm():
-    run_distributed(check_clipping, 2)
 
 
 # -- what travels, and errors -------------------------------------------------------------------------------------

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from row_cases import CUTS, check_all, values, world_of
+from on_ranks import on_ranks
+from row_cases import CUTS, check_all, values
 from torch.distributed.tensor import Partial, Shard
 
 from shardtensor import UnsupportedSharding
@@ -48,18 +49,16 @@ def cumulative_cases():
     return cases
 
 
-def check_cumulative(mesh_shape, dims, sizes):
+@pytest.mark.parametrize(("mesh_shape", "dims", "sizes"), CUTS)
+@on_ranks("mesh_shape")
+def test_cumulative(mesh_shape, dims, sizes):
     check_all(cumulative_cases(), mesh_shape, dims, sizes)
     with torch.no_grad():
         check_all(cumulative_cases(), mesh_shape, dims, sizes, check_grads=False)
 
 
-@pytest.mark.parametrize(("mesh_shape", "dims", "sizes"), CUTS)
-def test_cumulative(mesh_shape, dims, sizes):
-    run_distributed(check_cumulative, world_of(mesh_shape), mesh_shape, dims, sizes)
-
-
-def check_cumulative_details():
+@on_ranks(2)
+def test_cumulative_in_half_precision_and_twice():
     mesh = shared_mesh(2)
     half = torch.full((4000, 1), 0.5, dtype=torch.float16)
     total = shard(half, mesh, [Shard(0)], {0: (3000, 1000)}).cumsum(0)
@@ -78,10 +77,6 @@ def check_cumulative_details():
         function(leaf, 1).backward(other)
         function(whole, 1).backward(values())
         torch.testing.assert_close(leaf.grad.full_tensor(), whole.grad)
-
-
-def test_cumulative_in_half_precision_and_twice():
-    run_distributed(check_cumulative_details, 2)
 
 
 # -- what operators along a dim exchange, and errors ----------------------------------------------------------------

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+from on_ranks import on_ranks
 from spatial_cases import check_cases, data
 from torch.distributed.tensor import Replicate, Shard
 
@@ -78,17 +79,14 @@ def cases():
     return result
 
 
-def check(mesh_shape):
+@pytest.mark.parametrize("mesh_shape", [pytest.param(2, marks=pytest.mark.slow), 3, (2, 2)], ids=str)
+@on_ranks("mesh_shape", timeout=300)
+def test_rearrangements_match_one_device(mesh_shape):
     chosen = cases()
     if mesh_shape == (2, 2):  # with two dims to cut, and a result that has two
         one = ("F.fold without a batch", "flatten", "ravel", "transposed", "roll without dims", "repeat_interleave")
         chosen = [case for case in chosen if len(case[2]) > 1 and case[0] not in one]
     check_cases(chosen, mesh_shape)
-
-
-@pytest.mark.parametrize("mesh_shape", [pytest.param(2, marks=pytest.mark.slow), 3, (2, 2)], ids=str)
-def test_rearrangements_match_one_device(mesh_shape):
-    run_distributed(check, 4 if mesh_shape == (2, 2) else mesh_shape, mesh_shape, timeout=300)
 
 
 # -- what travels -----------------------------------------------------------------------------------------------
@@ -208,7 +206,9 @@ def test_writes_through_views(mesh_shape, placements, sizes):
     assert reached > 50 and refused > 10
 
 
-def in_place(ranks):
+@pytest.mark.parametrize("ranks", [2, 3])
+@on_ranks("ranks", timeout=120)
+def test_writes_one_after_the_other(ranks):
     def steps(x):
         y = x * 1
         y[:, 5] = y[:, 5] * 2
@@ -229,11 +229,6 @@ def in_place(ranks):
     cuts = {2: ((6, 1), (0, 6)), 3: ((2, 4, 1), (1, 3, 2))}[ranks]
     for dim, sizes in enumerate(cuts):
         assert_matches_unsharded(steps, data(7, 6), mesh_shape=ranks, placements=[Shard(dim)], shard_sizes={0: sizes})
-
-
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_writes_one_after_the_other(ranks):
-    run_distributed(in_place, ranks, ranks, timeout=120)
 
 
 def entries():

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from halves import in_halves
 from hypothesis import given
 from hypothesis import strategies as st
+from on_ranks import on_ranks
 from spatial_cases import check_cases, data
 from torch.distributed.tensor import Partial, Replicate, Shard
 
@@ -130,13 +131,10 @@ def cases():
     return [(label, fn, shape, dims if isinstance(dims, tuple) else (1, 2)) for label, fn, shape, dims in result]
 
 
-def check(mesh_shape, half):
-    check_cases(cases(), mesh_shape, half=half)
-
-
 @pytest.mark.parametrize(("mesh_shape", "half"), [(1, None), (2, None), *in_halves([(3,), ((2, 2),)])], ids=str)
+@on_ranks("mesh_shape", timeout=200)
 def test_views_match_one_device(mesh_shape, half):
-    run_distributed(check, 4 if mesh_shape == (2, 2) else mesh_shape, mesh_shape, half, timeout=200)
+    check_cases(cases(), mesh_shape, half=half)
 
 
 def traffic():
@@ -340,7 +338,8 @@ def test_layouts():
     assert all(run_distributed(layouts, 2))
 
 
-def writes_with_gradients():
+@on_ranks(2)
+def test_gradients_through_what_is_written_into_slices():
     def slices(x):
         z = x * 1
         z[2:5].mul_(3)
@@ -353,10 +352,6 @@ def writes_with_gradients():
     assert_matches_unsharded(
         slices, data(8, 4), mesh_shape=2, placements=[Shard(0)], shard_sizes={0: (0, 8)}, check_grads=False
     )
-
-
-def test_gradients_through_what_is_written_into_slices():
-    run_distributed(writes_with_gradients, 2)
 
 
 def shared_slice():
@@ -377,7 +372,8 @@ def test_gradients_of_equal_slices_of_different_cuts():
     assert all(run_distributed(shared_slice, 3))
 
 
-def laid_out_otherwise():
+@on_ranks(2)
+def test_views_of_whole_tensors_with_other_strides():
     """Whole tensors whose memory does not lie as their strides say, as that of some gradients does."""
     mesh = shared_mesh(2)
     whole = data(2, 3, 4)
@@ -392,11 +388,8 @@ def laid_out_otherwise():
         x.permute(2, 0, 1).view(24)
 
 
-def test_views_of_whole_tensors_with_other_strides():
-    run_distributed(laid_out_otherwise, 2)
-
-
-def seen_as_another_dtype():
+@on_ranks(2)
+def test_views_of_another_dtype():
     value = data(2, 6, 2)
     for placement, sizes in ((Shard(1), {0: (1, 5)}), (Shard(2), {0: (2, 0)}), (Partial(), None)):
         x = shard(value, shared_mesh(2), [placement], sizes)
@@ -407,10 +400,6 @@ def seen_as_another_dtype():
         if sizes:
             seen.zero_()  # the same memory
             assert not x.full_tensor().any()
-
-
-def test_views_of_another_dtype():
-    run_distributed(seen_as_another_dtype, 2)
 
 
 WRONG = {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from on_ranks import on_ranks
 from torch.distributed.tensor import Partial, Replicate, Shard
 
 from shardtensor import UnsupportedSharding
@@ -35,16 +36,13 @@ def options_of(mesh_shape, dims, sizes):
     }
 
 
-def check_histc(mesh_shape, dims, sizes):
+@pytest.mark.parametrize(("mesh_shape", "dims", "sizes"), CUTS)
+@on_ranks("mesh_shape")
+def test_histc(mesh_shape, dims, sizes):
     torch.manual_seed(0)
     x, options = torch.randn(7, 3, dtype=torch.float64), options_of(mesh_shape, dims, sizes)
     assert_matches_unsharded(lambda x: torch.histc(x, 7), x, **options)
     assert_matches_unsharded(lambda x: torch.histc(x * 0 + 3, 7), x, **options)
-
-
-@pytest.mark.parametrize(("mesh_shape", "dims", "sizes"), CUTS)
-def test_histc(mesh_shape, dims, sizes):
-    run_distributed(check_histc, mesh_shape if isinstance(mesh_shape, int) else 4, mesh_shape, dims, sizes)
 
 
 def check(mesh_shape, dims, sizes):

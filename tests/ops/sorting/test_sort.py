@@ -5,15 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 from halves import half_of, in_halves
-from row_cases import CUTS, check_all, placed, values, world_of
+from on_ranks import on_ranks
+from row_cases import CUTS, check_all, placed, values
 from torch.distributed.tensor import Shard
 
 from shardtensor import ShardTensor
-from shardtensor.testing import (
-    run_distributed,
-    shard,
-    shared_mesh,
-)
+from shardtensor.testing import shard, shared_mesh
 
 
 def row_cases():
@@ -37,7 +34,9 @@ def row_cases():
     return [*cases, ("msort", lambda x: torch.msort(x), x)]
 
 
-def check_rows(mesh_shape, dims, sizes, half):
+@pytest.mark.parametrize(("mesh_shape", "dims", "sizes", "half"), in_halves(CUTS))
+@on_ranks("mesh_shape")
+def test_operators_on_whole_rows(mesh_shape, dims, sizes, half):
     check_all(half_of(row_cases(), half), mesh_shape, dims, sizes)
     with torch.no_grad():
         check_all(half_of(row_cases(), half), mesh_shape, dims, sizes, check_grads=False)
@@ -46,12 +45,8 @@ def check_rows(mesh_shape, dims, sizes, half):
         assert result.placements == x.placements and result.shard_sizes == x.shard_sizes
 
 
-@pytest.mark.parametrize(("mesh_shape", "dims", "sizes", "half"), in_halves(CUTS))
-def test_operators_on_whole_rows(mesh_shape, dims, sizes, half):
-    run_distributed(check_rows, world_of(mesh_shape), mesh_shape, dims, sizes, half)
-
-
-def medians_of_expanded():
+@on_ranks(2)
+def test_medians_of_expanded_tensors():
     """torch's own are wrong there."""
     rows = torch.randn(1, 7, dtype=torch.float64).expand(6, 7)
     x = ShardTensor.from_local(rows[:3], shared_mesh(2), (Shard(0),), shard_sizes={0: (3, 3)})
@@ -59,7 +54,3 @@ def medians_of_expanded():
     for dim in (0, 1):
         torch.testing.assert_close(x.median(dim).values.full_tensor(), plain.median(dim).values)
         torch.testing.assert_close(torch.nanmedian(x, dim).values.full_tensor(), plain.nanmedian(dim).values)
-
-
-def test_medians_of_expanded_tensors():
-    run_distributed(medians_of_expanded, 2)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from on_ranks import on_ranks
 from torch.distributed.tensor import Partial, Replicate, Shard
 
 from shardtensor import UnsupportedSharding
@@ -36,7 +37,9 @@ def world_of(mesh_shape):
     return mesh_shape if isinstance(mesh_shape, int) else 4
 
 
-def check(mesh_shape, shape, dims, sizes):
+@pytest.mark.parametrize(("mesh_shape", "shape", "dims", "sizes"), CUTS)
+@on_ranks("mesh_shape")
+def test_against_one_device(mesh_shape, shape, dims, sizes):
     torch.manual_seed(0)
     options = {"mesh_shape": mesh_shape, "placements": placed(dims), "shard_sizes": sizes, "check_grads": False}
     all_of_it = {"return_inverse": True, "return_counts": True}
@@ -56,11 +59,6 @@ def check(mesh_shape, shape, dims, sizes):
         assert_matches_unsharded(lambda x: x.bincount(minlength=20), numbers, **options)
         assert_matches_unsharded(lambda x: torch.bincount(x, weights), numbers, **options)
         assert_matches_unsharded(lambda x, w: x.bincount(w), numbers, weights.float(), **options)
-
-
-@pytest.mark.parametrize(("mesh_shape", "shape", "dims", "sizes"), CUTS)
-def test_against_one_device(mesh_shape, shape, dims, sizes):
-    run_distributed(check, world_of(mesh_shape), mesh_shape, shape, dims, sizes)
 
 
 def communication():

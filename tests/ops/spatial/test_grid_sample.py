@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from halves import half_of, in_halves
 from image_cuts import CUTS, IMAGE, places
+from on_ranks import on_ranks
 from torch.distributed.tensor import Partial, Replicate, Shard
 
 from shardtensor.testing import (
@@ -18,7 +19,9 @@ from shardtensor.testing import (
 )
 
 
-def check_grids(mesh_shape, dims, sizes):
+@pytest.mark.parametrize(("mesh_shape", "dims", "sizes"), CUTS)
+@on_ranks("mesh_shape")
+def test_images(mesh_shape, dims, sizes):
     torch.manual_seed(0)
     x = torch.randn(IMAGE, dtype=torch.float64)
     grid = torch.rand(3, 4, 2, 2, dtype=torch.float64) * 2.4 - 1.2
@@ -33,12 +36,8 @@ def check_grids(mesh_shape, dims, sizes):
         )
 
 
-@pytest.mark.parametrize(("mesh_shape", "dims", "sizes"), CUTS)
-def test_images(mesh_shape, dims, sizes):
-    run_distributed(check_grids, 4 if isinstance(mesh_shape, tuple) else mesh_shape, mesh_shape, dims, sizes)
-
-
-def check_cut_grids():
+@on_ranks(2)
+def test_cut_grids():
     torch.manual_seed(0)
     x = torch.randn(IMAGE, dtype=torch.float64)
     grid = torch.rand(3, 4, 2, 2, dtype=torch.float64) * 2 - 1
@@ -58,10 +57,6 @@ def check_cut_grids():
     for dim, cut in ((0, (1, 2)), (2, (3, 0))):
         affine = lambda t: F.affine_grid(t, [3, 5, 4, 2], align_corners=False)  # noqa: E731
         check(affine, theta, placements=[[Shard(dim)]], sizes={0: cut})
-
-
-def test_cut_grids():
-    run_distributed(check_cut_grids, 2)
 
 
 # -- the image and the grid sharded in space, and a batch shorter than the number of ranks ---------------------------
@@ -126,7 +121,9 @@ def test_volumes(channels):
     run_distributed(check_together, 2, layout, channels, modes, (4, 5, 4), timeout=300.0)
 
 
-def check_pixel_centers(sizes):
+@pytest.mark.parametrize("sizes", [[7], pytest.param([3, 5, 6, 10, 12, 33], marks=pytest.mark.slow)])
+@on_ranks(2, timeout=300.0)
+def test_centers_of_pixels(sizes):
     """At the centers of pixels it is a matter of rounding which ones torch's kernels read."""
     torch.manual_seed(0)
     for n, step, corners in ((n, step, corners) for n in sizes for step in (1, 2) for corners in (True, False)):
@@ -141,11 +138,6 @@ def check_pixel_centers(sizes):
                 placements=[[Shard(2)], [Shard(1)]],
                 shard_sizes=[{0: (n - 1, 1)}, {0: (1, rows - 1)}],
             )
-
-
-@pytest.mark.parametrize("sizes", [[7], pytest.param([3, 5, 6, 10, 12, 33], marks=pytest.mark.slow)])
-def test_centers_of_pixels(sizes):
-    run_distributed(check_pixel_centers, 2, sizes, timeout=300.0)
 
 
 def count():
@@ -187,7 +179,8 @@ def attend(value, grids):
     return torch.stack(sampled, dim=-2).flatten(-2).mean(-1)
 
 
-def check_attention():
+@on_ranks(3)
+def test_deformable_attention_with_fewer_heads_than_ranks():
     torch.manual_seed(0)
     value = torch.randn(1, 30, 2, 3, dtype=torch.float64)  # (batch, pixels, heads, channels of a head)
     grids = torch.rand(1, 30, 2, 4, 2, dtype=torch.float64)  # (batch, queries, heads, points, coordinates)
@@ -198,17 +191,14 @@ def check_attention():
             )
 
 
-def test_deformable_attention_with_fewer_heads_than_ranks():
-    run_distributed(check_attention, 3)
-
-
 def transform(x, theta):
     return F.grid_sample(
         x, F.affine_grid(theta.view(-1, 2, 3), list(x.shape), align_corners=False), align_corners=False
     )
 
 
-def check_transformer():
+@on_ranks(2)
+def test_spatial_transformer():
     torch.manual_seed(0)
     x = torch.randn(1, 1, 8, 5, dtype=torch.float64)
     theta = torch.tensor([[0.9, 0.1, 0.05, -0.1, 1.1, 0.0]], dtype=torch.float64)
@@ -218,11 +208,8 @@ def check_transformer():
         )
 
 
-def test_spatial_transformer():
-    run_distributed(check_transformer, 2)
-
-
-def sample_in_half():
+@on_ranks(2)
+def test_autocast():
     torch.manual_seed(0)
     mesh = shared_mesh(2)
     image, at = torch.rand(1, 1, 8, 5), torch.rand(1, 6, 4, 2) * 2 - 1
@@ -234,7 +221,3 @@ def sample_in_half():
         )
     assert y.dtype == expected.dtype
     torch.testing.assert_close(y.full_tensor(), expected)
-
-
-def test_autocast():
-    run_distributed(sample_in_half, 2)

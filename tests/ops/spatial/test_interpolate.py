@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from halves import in_halves
 from hypothesis import given
 from hypothesis import strategies as st
+from on_ranks import on_ranks
 from spatial_cases import check_cases, data, squared_gradient
 from torch import nn
 from torch.distributed.tensor import Partial, Replicate, Shard
@@ -81,16 +82,13 @@ def cases():
     return result
 
 
-def check(mesh_shape, half):
-    check_cases(cases(), mesh_shape, half=half)
-
-
 SLOW = [pytest.param(n, None, marks=pytest.mark.slow) for n in (1, 3, 4)]
 
 
 @pytest.mark.parametrize(("mesh_shape", "half"), [*in_halves([(2,), ((2, 2),)]), *SLOW], ids=str)
+@on_ranks("mesh_shape", timeout=200)
 def test_resampling_matches_one_device(mesh_shape, half):
-    run_distributed(check, 4 if mesh_shape == (2, 2) else mesh_shape, mesh_shape, half, timeout=200)
+    check_cases(cases(), mesh_shape, half=half)
 
 
 SEPARABLE = [
@@ -106,7 +104,9 @@ SEPARABLE = [
 ]
 
 
-def check_separable(last):
+@pytest.mark.parametrize("last", [False, True])
+@on_ranks(2)
+def test_uneven_shards_in_both_memory_formats(last):
     mesh = shared_mesh(2)
     for shape, options, sizes in SEPARABLE:
         x = data(*shape)
@@ -114,11 +114,6 @@ def check_separable(last):
             x = x.contiguous(memory_format=CHANNELS_LAST[x.ndim])
         fn = lambda t, options=options: F.interpolate(t, **options)  # noqa: E731
         assert_matches_unsharded(fn, x, mesh=mesh, placements=[Shard(2)], shard_sizes={0: sizes})
-
-
-@pytest.mark.parametrize("last", [False, True])
-def test_uneven_shards_in_both_memory_formats(last):
-    run_distributed(check_separable, 2, last)
 
 
 def copied_by_kernels(fn):
@@ -129,7 +124,8 @@ def copied_by_kernels(fn):
     return result, [math.prod(shape) for shape in copies]
 
 
-def check_transposed():
+@on_ranks(2)
+def test_results_are_not_copied_for_strides_of_the_input():
     """One sample of a transposed sequence: channels-last memory, but not by its strides."""
     x = ShardTensor.from_local(data(1, 640, 8), shared_mesh(2), [Shard(1)], shard_sizes={0: (640, 640)})
     x = x.transpose(1, 2).unflatten(2, (20, 64))  # torch computes fewer outputs channels-last always
@@ -138,10 +134,6 @@ def check_transposed():
         assert result.to_local().stride(-1) == 1 and result.contiguous().view(640, -1).to_local().is_contiguous()
         # Outputs of which other ranks are the owners stay in memory; torch's kernel would copy it twice.
         assert not any(size >= result.to_local().numel() for size in sizes), (mode, sizes)
-
-
-def test_results_are_not_copied_for_strides_of_the_input():
-    run_distributed(check_transposed, 2)
 
 
 def layouts():
@@ -168,7 +160,8 @@ def test_layouts_and_traffic():
     assert run_distributed(layouts, 3) == [(0, row), (0, 0), (0, row)]
 
 
-def single_precision():
+@on_ranks(2)
+def test_single_and_half_precision():
     """The same roundings as torch's: a few units in the last place, also far from the origin.
 
     Not of the gradient: torch rounds the weights otherwise in its backward pass.
@@ -199,10 +192,6 @@ def single_precision():
     assert_matches_unsharded(autocast, x, mesh_shape=2, placements=[Shard(2)], shard_sizes={0: (9, 0)})
 
 
-def test_single_and_half_precision():
-    run_distributed(single_precision, 2)
-
-
 def partial_sums():
     mesh = shared_mesh(2)
     whole = data(1, 2, 5)
@@ -230,7 +219,8 @@ def test_doubling_keeps_channels_last():
     assert run_distributed(kernels, 2) == [True, True]
 
 
-def check_memory_formats():
+@on_ranks(2)
+def test_every_mode_keeps_channels_last():
     x = data(2, 4, 6, 8).to(memory_format=torch.channels_last)
     for dim in (0, 2, 3):
         sharded = shard(x, shared_mesh(2), [Shard(dim)], {0: (1, x.shape[dim] - 1)})
@@ -244,10 +234,6 @@ def check_memory_formats():
             local = y.to_local()
             assert y.is_contiguous(memory_format=torch.channels_last)
             assert local.is_contiguous(memory_format=torch.channels_last), (dim, options, local.stride())
-
-
-def test_every_mode_keeps_channels_last():
-    run_distributed(check_memory_formats, 2)
 
 
 @given(
@@ -291,16 +277,13 @@ def test_where_torchs_kernel_serves_parts():
     assert not serves(50, 100, (20, 50), (42, 100), scale=2.01)
 
 
-def infinities():
+@on_ranks(2)
+def test_nearest_neighbours_are_copies():
     """A nearest neighbour is a copy: nothing else may leak into it."""
     x = torch.full((1, 1, 6, 6), torch.inf, dtype=torch.float64)
     x[..., ::2] = torch.nan
     up = F.interpolate(shard(x, shared_mesh(2), [Shard(2)]), scale_factor=2).full_tensor()
     assert torch.equal(up.nan_to_num(-1.0), F.interpolate(x, scale_factor=2).nan_to_num(-1.0))
-
-
-def test_nearest_neighbours_are_copies():
-    run_distributed(infinities, 2)
 
 
 def wrong(case):
@@ -373,7 +356,8 @@ def test_taps_are_torchs_and_every_part_can_be_computed_from_what_it_reads(sizes
         assert torch.equal(result, whole) and taps.weights.shape[1] == 1
 
 
-def by_operators_names():
+@on_ranks(2)
+def test_operators_called_by_name():
     aten = torch.ops.aten
     cases = [
         (lambda x: aten.upsample_nearest1d(x, [9]), (2, 3, 5)),
@@ -393,11 +377,10 @@ def by_operators_names():
         aten.upsample_bilinear2d(x, [9, 4], False, 3.0, 3.0)
 
 
-def test_operators_called_by_name():
-    run_distributed(by_operators_names, 2)
-
-
-def second_derivatives():
+@pytest.mark.parametrize("world", [1, 2, 3])
+@on_ranks("world")
+def test_second_derivatives(world):
+    """Also where some ranks resample by torch's kernel, and others dim by dim."""
     options = (
         {"scale_factor": 2, "mode": "bilinear"},
         {"scale_factor": 2, "mode": "nearest"},
@@ -411,13 +394,9 @@ def second_derivatives():
     check_cases(cases, torch.distributed.get_world_size(), rounds=3)
 
 
-@pytest.mark.parametrize("world", [1, 2, 3])
-def test_second_derivatives(world):
-    """Also where some ranks resample by torch's kernel, and others dim by dim."""
-    run_distributed(second_derivatives, world)
-
-
-def forgets_input():
+@on_ranks(2)
+def test_the_input_is_not_kept():
+    """As it is not on one device: no gradient depends on it."""
     whole = torch.randn(1, 2, 9, 4, dtype=torch.float64)
     x = shard(whole, shared_mesh(2), [Shard(2)], {0: (4, 5)}).requires_grad_()
     inner = x * 2
@@ -426,8 +405,3 @@ def forgets_input():
     del inner
     assert memory() is None
     y.square().sum().backward()
-
-
-def test_the_input_is_not_kept():
-    """As it is not on one device: no gradient depends on it."""
-    run_distributed(forgets_input, 2)

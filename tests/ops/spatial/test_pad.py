@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from halves import in_halves
 from hypothesis import given
 from hypothesis import strategies as st
+from on_ranks import on_ranks
 from seeded import seeded
 from spatial_cases import check_cases, data
 from torch import nn
@@ -67,27 +68,21 @@ def cases():
     return result
 
 
-def check(mesh_shape, half):
-    check_cases(cases(), mesh_shape, half=half)
-
-
 @pytest.mark.parametrize(
     ("mesh_shape", "half"), [(1, None), (2, None), *in_halves([(3,), (4,), ((2, 2),)])], ids=str
 )
+@on_ranks("mesh_shape", timeout=200)
 def test_padding_matches_one_device(mesh_shape, half):
-    run_distributed(check, 4 if mesh_shape == (2, 2) else mesh_shape, mesh_shape, half, timeout=200)
+    check_cases(cases(), mesh_shape, half=half)
 
 
-def circular_convolution():
+@pytest.mark.on_device
+@on_ranks(2)
+def test_convolutions_with_other_padding_modes():
     for mode in ("zeros", "circular", "reflect", "replicate"):
         conv = nn.Conv2d(3, 4, 3, padding=1, padding_mode=mode).double()
         sizes = {0: (5, 2)}
         assert_matches_unsharded(conv, data(2, 3, 7, 6), mesh_shape=2, placements=[Shard(2)], shard_sizes=sizes)
-
-
-@pytest.mark.on_device
-def test_convolutions_with_other_padding_modes():
-    run_distributed(circular_convolution, 2)
 
 
 def sizes_and_bytes():
