@@ -7,6 +7,7 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
+from on_ranks import on_ranks
 from torch import nn
 
 from shardtensor.testing import DistributedFailure, run_distributed, run_expecting_errors, shared_mesh
@@ -19,7 +20,8 @@ def raises(text, f):
         f()
 
 
-def devices():
+@on_ranks(2)
+def test_tensors_are_on_devices_that_do_not_mix():
     x = torch.ones(3)
     assert x.is_cuda and x.device == torch.device("cuda", dist.get_rank())
     assert torch.cuda.current_device() == dist.get_rank() and torch.accelerator.current_accelerator().type == "cuda"
@@ -32,11 +34,8 @@ def devices():
     assert torch.empty(1, device="cuda").device.index == dist.get_rank() + 1
 
 
-def test_tensors_are_on_devices_that_do_not_mix():
-    run_distributed(devices, 2)
-
-
-def backward_threads():
+@on_ranks(1)
+def test_backward_runs_in_a_thread_of_the_device():
     import threading
 
     seen = []
@@ -58,11 +57,8 @@ def backward_threads():
         assert conv(torch.randn(1, 2, 5, 5)).dtype == torch.bfloat16
 
 
-def test_backward_runs_in_a_thread_of_the_device():
-    run_distributed(backward_threads, 1)
-
-
-def random_numbers():
+@on_ranks(1)
+def test_generators_have_a_seed_and_an_offset():
     state = torch.cuda.get_rng_state()
     assert state.numel() == 16 and state.device.type == "cpu"
     first = torch.rand(4)
@@ -72,11 +68,8 @@ def random_numbers():
     assert not torch.equal(nn.functional.dropout(torch.ones(99)), nn.functional.dropout(torch.ones(99)))
 
 
-def test_generators_have_a_seed_and_an_offset():
-    run_distributed(random_numbers, 1)
-
-
-def streams():
+@on_ranks(1)
+def test_kernels_of_two_streams_have_to_be_ordered():
     from device.emulated import after_call
 
     side, x = torch.cuda.Stream(), torch.ones(4)
@@ -116,11 +109,8 @@ def streams():
     after_call()
 
 
-def test_kernels_of_two_streams_have_to_be_ordered():
-    run_distributed(streams, 1)
-
-
-def host_memory():
+@on_ranks(1)
+def test_copies_from_and_to_pinned_memory_take_their_time():
     from device.emulated import after_call
 
     x, host = torch.full((4,), 3.0), torch.zeros(4, device="cpu").pin_memory()
@@ -136,11 +126,8 @@ def host_memory():
     assert x.tolist() == [1] * 4
 
 
-def test_copies_from_and_to_pinned_memory_take_their_time():
-    run_distributed(host_memory, 1)
-
-
-def counts():
+@on_ranks(1)
+def test_synchronizations_and_copies_are_counted():
     from device.emulated import counted
 
     x = torch.arange(4.0)
@@ -158,11 +145,8 @@ def counts():
     assert not found.total("sync"), found.of("sync")
 
 
-def test_synchronizations_and_copies_are_counted():
-    run_distributed(counts, 1)
-
-
-def graphs():
+@on_ranks(1)
+def test_graphs_are_recorded_and_replayed():
     x, total = torch.ones(4), torch.zeros(())
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -184,11 +168,8 @@ def graphs():
     raises("not permitted when stream is capturing", synchronizing)
 
 
-def test_graphs_are_recorded_and_replayed():
-    run_distributed(graphs, 1)
-
-
-def streams_of_graphs():
+@on_ranks(1)
+def test_graphs_have_the_streams_that_wait_for_theirs():
     x, side, graph = torch.ones(4), torch.cuda.Stream(), torch.cuda.CUDAGraph()
     before = torch.cuda.Event()
     before.record()
@@ -221,11 +202,8 @@ def streams_of_graphs():
     raises("unjoined work", unjoined)
 
 
-def test_graphs_have_the_streams_that_wait_for_theirs():
-    run_distributed(streams_of_graphs, 1)
-
-
-def memory_of_graphs():
+@on_ranks(1)
+def test_graphs_do_not_keep_what_they_read():
     x, graph = torch.ones(4), torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         y = (x * 2) * 2  # the graph keeps what is in between
@@ -235,11 +213,8 @@ def memory_of_graphs():
     raises("memory that was allocated outside of the capture, and has been freed", graph.replay)
 
 
-def test_graphs_do_not_keep_what_they_read():
-    run_distributed(memory_of_graphs, 1)
-
-
-def collectives():
+@on_ranks(2)
+def test_communication_has_nccls_rules():
     rank, others = dist.get_rank(), 1 - dist.get_rank()
     x = torch.full((3,), rank + 1.0)
     work = dist.all_reduce(x, async_op=True)
@@ -263,10 +238,6 @@ def collectives():
     everybodys = [torch.empty(2, dtype=torch.complex64) for _ in range(2)]
     dist.all_gather(everybodys, torch.full((2,), rank * 1j))
     assert [t[0].item() for t in everybodys] == [0, 1j]
-
-
-def test_communication_has_nccls_rules():
-    run_distributed(collectives, 2)
 
 
 def in_another_order():
@@ -297,7 +268,8 @@ def test_the_watchdog_ends_a_process_whose_peers_are_gone():
         run_distributed(lost, 2)
 
 
-def captured_communication():
+@on_ranks(2)
+def test_communication_is_captured():
     mesh = shared_mesh(2)
     x = torch.full((3,), mesh.get_local_rank() + 1.0)
     group, graph = mesh.get_group(), torch.cuda.CUDAGraph()
@@ -311,7 +283,3 @@ def captured_communication():
     x.zero_()
     graph.replay()
     assert z.tolist() == [1] * 3
-
-
-def test_communication_is_captured():
-    run_distributed(captured_communication, 2)

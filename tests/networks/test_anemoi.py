@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from on_ranks import on_ranks
 from torch import Tensor, nn
 from torch.distributed.tensor import Shard
 
@@ -20,7 +21,7 @@ import networks.oracle as oracle
 from networks.oracle import assert_near, built, names
 from shardtensor import partition
 from shardtensor.neighbors import knn
-from shardtensor.testing import count_communication, run_distributed, shard, shared_mesh
+from shardtensor.testing import count_communication, shard, shared_mesh
 
 PACKAGE = "anemoi.models.layers.block"
 pytest.importorskip(PACKAGE)
@@ -84,7 +85,10 @@ def convolution(blocks: Any) -> nn.Module:
 NETWORKS = {"transformer": transformer, "convolution": convolution}
 
 
-def check(name: str, ranks: int) -> None:
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("name", names(NETWORKS))
+@on_ranks("ranks", timeout=300.0)
+def test_forecasts_are_exact_and_send_rows_only(name, ranks):
     generator, mesh = torch.Generator().manual_seed(0), shared_mesh(ranks)
     on_mesh, on_grid = (torch.rand(n, 2, generator=generator) for n in (NODES, PIXELS))
     among = torch.stack([knn(on_mesh, on_mesh, 6)[1][:, 1:].flatten(), torch.arange(NODES).repeat_interleave(5)])
@@ -126,9 +130,3 @@ def check(name: str, ranks: int) -> None:
         rows += times * int(((read < first) | (read >= first + sources.sizes[rank])).sum())
     assert not counted.collective_bytes and found.shard_sizes == {0: pixels.sizes}
     assert counted.bytes_received == rows * WIDTH * 8 * (2 if name == "transformer" else 1)
-
-
-@pytest.mark.parametrize("ranks", [2, 3])
-@pytest.mark.parametrize("name", names(NETWORKS))
-def test_forecasts_are_exact_and_send_rows_only(name, ranks):
-    run_distributed(check, ranks, name, ranks, timeout=300.0)

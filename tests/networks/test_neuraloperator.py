@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from on_ranks import on_ranks
 from seeded import seeded
 from torch import Tensor, nn
 from torch.distributed.tensor import Shard
@@ -304,7 +305,10 @@ def losses(n_dim: int) -> dict[str, Any]:
     return found
 
 
-def check_losses(n_dim: int) -> None:
+@pytest.mark.slow
+@pytest.mark.parametrize("n_dim", [1, 2, 3])
+@on_ranks(2, timeout=300.0)
+def test_losses_are_exact(n_dim):
     shape = {1: (2, 3, 16), 2: (2, 3, 12, 10), 3: (2, 1, 8, 6, 6)}[n_dim]
     prediction, target = torch.randn(2, *shape, dtype=torch.float64, generator=seeded(0))
     for name, loss in losses(n_dim).items():
@@ -322,12 +326,8 @@ def check_losses(n_dim: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("n_dim", [1, 2, 3])
-def test_losses_are_exact(n_dim):
-    run_distributed(check_losses, 2, n_dim, timeout=300.0)
-
-
-def check_boundaries() -> None:
+@on_ranks(2, timeout=300.0)
+def test_differences_at_boundaries():
     """Differences at boundaries that are not periodic are written to single rows and columns."""
     loss = importlib.import_module(PACKAGE).losses.H1Loss(d=2, periodic_in_x=False, periodic_in_y=False)
     prediction, target = torch.randn(2, 2, 3, 12, 10, dtype=torch.float64, generator=seeded(0))
@@ -339,8 +339,3 @@ def check_boundaries() -> None:
         loss(leaf, target).backward()
         loss(x.requires_grad_(), y).backward()
         assert_near(x.grad.full_tensor(), leaf.grad, 1e-9, name=f"gradient, dim {dim}")
-
-
-@pytest.mark.slow
-def test_differences_at_boundaries():
-    run_distributed(check_boundaries, 2, timeout=300.0)

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from on_ranks import on_ranks
 from torch import Tensor, nn
 from torch.distributed.tensor import Shard
 
@@ -59,7 +60,9 @@ OPERATORS = {
 }
 
 
-def check_operators(ranks: int) -> None:
+@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
+@on_ranks("ranks", timeout=300.0)
+def test_operators_find_what_one_process_finds(ranks):
     g = package()
     x, batch = points()
     whole, wide = x.unsqueeze(0).expand(2, -1, -1), 1e4 + x  # of which one has large coordinates
@@ -73,11 +76,6 @@ def check_operators(ranks: int) -> None:
                 found = operator(g, ours, *(others or [None]))
                 assert torch.equal(found.full_tensor(), expected), name
                 assert found.placements == (Shard(found.ndim - 1),) and not found.requires_grad, name
-
-
-@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
-def test_operators_find_what_one_process_finds(ranks):
-    run_distributed(check_operators, ranks, ranks, timeout=300.0)
 
 
 def sampled() -> None:
@@ -166,7 +164,10 @@ class PointNet(nn.Module):
         return x
 
 
-def check_network(network: type[nn.Module], ranks: int) -> None:
+@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("network", [DGCNN, PointNet])
+@on_ranks("ranks", timeout=300.0)
+def test_networks_are_exact(network, ranks):
     torch.manual_seed(0)
     model = network(package()).double()
     twin = copy.deepcopy(model)
@@ -179,9 +180,3 @@ def check_network(network: type[nn.Module], ranks: int) -> None:
     expected.square().mean().backward()
     assert_near(oracle.whole(ours.grad), theirs.grad, 1e-9)
     oracle.compare(model, twin, 1e-9)
-
-
-@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("network", [DGCNN, PointNet])
-def test_networks_are_exact(network, ranks):
-    run_distributed(check_network, ranks, network, ranks, timeout=300.0)

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from on_ranks import on_ranks
 from torch import Tensor, nn
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import parallelize_module
@@ -339,7 +340,8 @@ def test_ranks_without_nodes_and_edges(name):
     run_distributed(check, 3, name, 3, timeout=300.0)
 
 
-def messages() -> None:
+@on_ranks(2, timeout=300.0)
+def test_layers_send_no_more_than_nodes():
     """With sharded edges and whole nodes, a layer sends the sums of its edges, as large as the nodes, and no edge."""
     torch.manual_seed(0)
     model = built(NETWORKS["MeshGraphNet"].make, importlib.import_module(PACKAGE))
@@ -349,10 +351,6 @@ def messages() -> None:
     asked = {"all_gather": 1}  # which rows the targets name, once
     assert counted.collectives == asked | {"all_reduce": 2}
     assert counted.collective_bytes == 2 * NODES * 8 * 8 + 2 * 8
-
-
-def test_layers_send_no_more_than_nodes():
-    run_distributed(messages, 2, timeout=300.0)
 
 
 NEIGHBORS, WIDTH = 6, 8
@@ -367,7 +365,9 @@ PARTITIONED = {
 }
 
 
-def rows_only(name: str) -> None:
+@pytest.mark.parametrize("name", names(PARTITIONED, always=("SAGEConv",)))
+@on_ranks(2, timeout=300.0)
+def test_partitioned_graphs_send_rows_only(name):
     """Of a partitioned graph, each layer sends the rows at the border, and nothing for sums at nodes."""
     make, layers = PARTITIONED[name]
     mesh, n = shared_mesh(2), 200
@@ -400,12 +400,22 @@ def rows_only(name: str) -> None:
     assert backward.bytes_sent <= read + extra and backward.collective_bytes <= weights + 64, backward
 
 
-@pytest.mark.parametrize("name", names(PARTITIONED, always=("SAGEConv",)))
-def test_partitioned_graphs_send_rows_only(name):
-    run_distributed(rows_only, 2, name, timeout=300.0)
+NODES_AND_EDGES = {"x": Shard(0), "edge_index": Shard(1), "edge_weight": Shard(0)}
 
 
-def plain_inputs(name: str, layouts: dict[str, Any]) -> None:
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name, layouts",
+    [
+        ("GCNConv", {"edge_index": Shard(1)}),
+        ("GCN", NODES_AND_EDGES),
+        ("PNA", {"x": Shard(0), "edge_index": Shard(1)}),
+        ("MeshGraphNet", {"edge_index": Shard(1), "edge_attr": Shard(0)}),
+        ("TopKPooling", {"x": Shard(0)}),
+    ],
+)
+@on_ranks(2, timeout=300.0)
+def test_domain_parallel_takes_plain_graphs(name, layouts):
     """A network that is not changed, and gets what it gets on one device."""
     torch.manual_seed(0)
     network = NETWORKS[name]
@@ -422,24 +432,6 @@ def plain_inputs(name: str, layouts: dict[str, Any]) -> None:
         if b.grad is not None:
             assert_near(a.grad, b.grad, 1e-9)
     oracle.compare(model, twin, 1e-9)
-
-
-NODES_AND_EDGES = {"x": Shard(0), "edge_index": Shard(1), "edge_weight": Shard(0)}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "name, layouts",
-    [
-        ("GCNConv", {"edge_index": Shard(1)}),
-        ("GCN", NODES_AND_EDGES),
-        ("PNA", {"x": Shard(0), "edge_index": Shard(1)}),
-        ("MeshGraphNet", {"edge_index": Shard(1), "edge_attr": Shard(0)}),
-        ("TopKPooling", {"x": Shard(0)}),
-    ],
-)
-def test_domain_parallel_takes_plain_graphs(name, layouts):
-    run_distributed(plain_inputs, 2, name, layouts, timeout=300.0)
 
 
 REFUSED = {
@@ -476,7 +468,10 @@ def test_what_is_refused(case):
         assert isinstance(error, UnsupportedSharding) and re.search(REFUSED[case][2], str(error)), error
 
 
-def check_plain_edges(kind: str) -> None:
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["EdgeIndex", "sparse adjacency"])
+@on_ranks(2, timeout=300.0)
+def test_plain_edges_next_to_sharded_nodes(kind):
     """What stands for the edges and is plain, next to sharded nodes."""
     package, mesh = importlib.import_module(PACKAGE), shared_mesh(2)
     torch.manual_seed(0)
@@ -502,13 +497,8 @@ def check_plain_edges(kind: str) -> None:
             assert_near(sharded.grad.full_tensor(), leaf.grad, 1e-9, name=f"gradient of {name}, {kind} {i}")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["EdgeIndex", "sparse adjacency"])
-def test_plain_edges_next_to_sharded_nodes(kind):
-    run_distributed(check_plain_edges, 2, kind, timeout=300.0)
-
-
-def check_products() -> None:
+@on_ranks(2, timeout=300.0)
+def test_graph_unet_of_plain_edges():
     """Plain edges are multiplied with themselves on every rank; nodes that are left are chosen on shards."""
     package, mesh = importlib.import_module(PACKAGE), shared_mesh(2)
     torch.manual_seed(0)
@@ -526,7 +516,3 @@ def check_products() -> None:
     assert_near(result.full_tensor(), expected, 1e-9)
     assert_near(sharded.grad.full_tensor(), leaf.grad, 1e-9)
     oracle.compare(ours, theirs, 1e-9)
-
-
-def test_graph_unet_of_plain_edges():
-    run_distributed(check_products, 2, timeout=300.0)

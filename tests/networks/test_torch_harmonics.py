@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from on_ranks import on_ranks
 from torch import Tensor, nn
 from torch.distributed.tensor import Replicate, Shard
 
@@ -162,7 +163,9 @@ def attention(grid: tuple[int, int], to: tuple[int, int]) -> Any:
     return lambda *tensors: made(*tensors)  # the operator cannot be copied
 
 
-def check_neighborhoods() -> None:
+@pytest.mark.slow
+@on_ranks(3, timeout=500.0)
+def test_neighborhood_attention_in_any_layout():
     """Where operands lie differently, and shards are empty, or smaller than the neighborhood."""
     coarse, fine = (3, 3), (5, 6)
     batch, rows, columns, whole = ([p] for p in (Shard(0), Shard(2), Shard(3), Replicate()))
@@ -176,11 +179,6 @@ def check_neighborhoods() -> None:
         assert_matches_unsharded(
             attention(fine, fine), given[0], mesh_shape=3, placements=[Shard(2)], shard_sizes={0: sizes}
         )
-
-
-@pytest.mark.slow
-def test_neighborhood_attention_in_any_layout():
-    run_distributed(check_neighborhoods, 3, timeout=500.0)
 
 
 def halo() -> list[tuple[int, int]]:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from on_ranks import on_ranks
 from seeded import seeded
 from torch import Tensor, nn
 from torch.distributed.tensor import Shard
@@ -41,7 +42,8 @@ def waves(x):
     return torch.arange(x.shape.numel(), dtype=x.dtype).reshape(x.shape).sin().abs() + 0.1
 
 
-def check_at_several_places():
+@on_ranks(2, timeout=200)
+def test_measures():
     import torchmetrics.functional as measures
     import torchmetrics.functional.image as of_images
 
@@ -69,10 +71,6 @@ def check_at_several_places():
             )
         except Exception as error:
             raise AssertionError(f"{name}: {error}") from error
-
-
-def test_measures():
-    run_distributed(check_at_several_places, 2, timeout=200)
 
 
 # -- on one placement, some with options, some of integers -------------------------------------------------------------

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from on_ranks import on_ranks
 from torch import Tensor, nn
 
 from networks.oracle import Network, check, cut, names
@@ -479,14 +480,11 @@ WRITTEN = of(
 )
 
 
-def check_written() -> None:
+@pytest.mark.slow
+@on_ranks(2, timeout=300.0)
+def test_in_place_addition_to_moved_tokens():
     net, video = WRITTEN(PACKAGE).eval(), torch.randn(VIDEO_SHAPE)
     torch.testing.assert_close(net(cut(video, 3)).full_tensor(), net(video), rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.slow
-def test_in_place_addition_to_moved_tokens():
-    run_distributed(check_written, 2, timeout=300.0)
 
 
 def check_nested(module: str) -> None:
