@@ -6,6 +6,7 @@ from contextlib import contextmanager
 
 import pytest
 import torch
+from on_ranks import on_ranks
 from pages import Page, run
 
 import shardtensor
@@ -40,7 +41,8 @@ def test_the_guides_operators_are_exact(sizes):
     run_distributed(check, len(sizes), sizes)
 
 
-def refused():
+@on_ranks(2)
+def test_the_guides_refusal():
     from torch.distributed.tensor import Shard
 
     from shardtensor.testing import shard, shared_mesh
@@ -49,10 +51,6 @@ def refused():
     text = r"second_difference: the dim has no elements.*Remedy: leave"
     with guide() as made, pytest.raises(UnsupportedSharding, match=text):
         made["second_difference"](x)
-
-
-def test_the_guides_refusal():
-    run_distributed(refused, 2)
 
 
 def test_what_is_declared_is_supported():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+from on_ranks import on_ranks
 from torch import nn
 from torch.distributed.tensor import Replicate, Shard
 
@@ -70,7 +71,9 @@ class Block(nn.Module):
         return x + self.mlp(self.norm2(x))
 
 
-def check_positions(positions: str) -> None:
+@pytest.mark.parametrize("positions", ["rotation", "bias", "embedding", "written out", "einsum"])
+@on_ranks(2)
+def test_positions(positions):
     torch.manual_seed(0)
     model = Block(positions).double()
     for sizes in ({0: (6, 3)}, {0: (0, 9)}):
@@ -79,12 +82,8 @@ def check_positions(positions: str) -> None:
         )
 
 
-@pytest.mark.parametrize("positions", ["rotation", "bias", "embedding", "written out", "einsum"])
-def test_positions(positions):
-    run_distributed(check_positions, 2, positions)
-
-
-def check_training_steps() -> None:
+@on_ranks(2)
+def test_training_with_a_sharded_embedding():
     """The embedding is cut like the activations; after steps of an optimizer all parameters are one device's."""
     torch.manual_seed(0)
     whole, x, target = Block("embedding").double(), data(2, LENGTH, WIDTH), data(2, LENGTH, WIDTH)
@@ -109,10 +108,6 @@ def check_training_steps() -> None:
     for (name, a), b in zip(whole.named_parameters(), model.parameters()):
         b = b.full_tensor() if isinstance(b, ShardTensor) else b
         torch.testing.assert_close(b, a, rtol=1e-9, atol=1e-11, msg=name)
-
-
-def test_training_with_a_sharded_embedding():
-    run_distributed(check_training_steps, 2)
 
 
 # -- windows -----------------------------------------------------------------------------------------------------------
@@ -201,7 +196,8 @@ def test_windows():
         assert shifted[2] == (0, 0)
 
 
-def check_two_mesh_dims() -> None:
+@on_ranks(4)
+def test_two_mesh_dims():
     torch.manual_seed(0)
     for positions in ("rotation", "written out"):
         assert_matches_unsharded(
@@ -218,7 +214,3 @@ def check_two_mesh_dims() -> None:
         placements=[Replicate(), Shard(1)],
         shard_sizes={1: (7, 2)},
     )
-
-
-def test_two_mesh_dims():
-    run_distributed(check_two_mesh_dims, 4)

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from device.test_networks import benchmarks
+from on_ranks import on_ranks
 from seeded import seeded
 from torch import nn
 from torch.distributed.fsdp import fully_shard
@@ -83,7 +84,14 @@ def compare(found, expected):
         torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-10)
 
 
-def network_is_captured(name):
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param("globe U-Net", marks=SLOW), pytest.param("ViT", marks=SLOW), "autoencoder"]
+)
+@on_ranks(2, timeout=200)
+def test_captured_steps_are_the_eager_ones(name, emulated):
     make, shape, rows = NETWORKS[name]
     mesh, results = shared_mesh(2), []
 
@@ -97,16 +105,6 @@ def network_is_captured(name):
     eager, captured = results
     assert len({float(loss) for loss in captured[0]}) == CALLS
     compare(captured, eager)
-
-
-SLOW = pytest.mark.slow
-
-
-@pytest.mark.parametrize(
-    "name", [pytest.param("globe U-Net", marks=SLOW), pytest.param("ViT", marks=SLOW), "autoencoder"]
-)
-def test_captured_steps_are_the_eager_ones(name, emulated):
-    run_distributed(network_is_captured, 2, name, timeout=200)
 
 
 class Small(nn.Module):
@@ -128,7 +126,9 @@ def images(i, mesh, n=2, dtype=torch.float64, sizes=(5, 3)):
     return shard(x, mesh, [Shard(2)], {0: sizes})
 
 
-def eager_on_the_host():
+@pytest.mark.on_cpu("what runs where there are no graphs")
+@on_ranks(2)
+def test_on_the_host_the_step_runs_as_it_is():
     """The same numbers and errors of arguments; other shapes, reads and optimizers are no matter."""
     mesh, results = shared_mesh(2), []
     for use in (lambda step: step, lambda step: capture(step, warmup=WARMUP)):
@@ -141,11 +141,6 @@ def eager_on_the_host():
     assert not capture(lambda x: (x * 2).requires_grad_())(images(0, mesh)).requires_grad
     with pytest.raises(ValueError, match="an argument of the step requires a gradient"):
         read(images(0, mesh).requires_grad_())
-
-
-@pytest.mark.on_cpu("what runs where there are no graphs")
-def test_on_the_host_the_step_runs_as_it_is():
-    run_distributed(eager_on_the_host, 2)
 
 
 def replayed(step, *args):
@@ -176,7 +171,8 @@ def step_of(model, optimizer):
     return step
 
 
-def host_is_left_out():
+@on_ranks(2)
+def test_a_replay_enters_no_operator_of_the_package(emulated):
     mesh, model = shared_mesh(2), small()
     step = step_of(model, adam(model))
     x = images(0, mesh)
@@ -190,11 +186,8 @@ def host_is_left_out():
     assert "parallel/capture.py" in entered and entered <= most and not sent
 
 
-def test_a_replay_enters_no_operator_of_the_package(emulated):
-    run_distributed(host_is_left_out, 2)
-
-
-def gradients_outside():
+@on_ranks(2)
+def test_gradients_may_be_used_and_reset_outside(emulated):
     """The optimizer, or who adds up gradients, may be outside: with zero_grad() there, too, or after two batches."""
     for every in (1, 2):
         results = []
@@ -219,11 +212,8 @@ def gradients_outside():
         compare(results[1][1], results[0][1])
 
 
-def test_gradients_may_be_used_and_reset_outside(emulated):
-    run_distributed(gradients_outside, 2)
-
-
-def results_are_new():
+@on_ranks(2)
+def test_results_are_not_overwritten_and_indices_may_change(emulated):
     mesh = shared_mesh(2)
     index = shard(torch.tensor([7, 0, 3, 3, 1, 6, 2, 5]), mesh, [Shard(0)], {0: (5, 3)})
     gathered = capture(lambda x, index: [x[index], 3, x.sum(0)], warmup=1)
@@ -237,11 +227,8 @@ def results_are_new():
         compare(plain([ours[0], ours[2]]), plain([theirs[0], theirs[2]]))
 
 
-def test_results_are_not_overwritten_and_indices_may_change(emulated):
-    run_distributed(results_are_new, 2)
-
-
-def plans_are_kept():
+@on_ranks(2)
+def test_what_a_graph_reads_lives_as_long_as_the_graph(emulated):
     mesh = shared_mesh(2)
     # Of which ranks keep tables on the device, of weights and of places.
     step = capture(lambda x: F.adaptive_avg_pool2d(F.interpolate(x, (11, 4), mode="bilinear"), (3, 2)), warmup=1)
@@ -251,10 +238,6 @@ def plans_are_kept():
     planning._plans.clear()  # as more plans than are kept would do
     gc.collect()
     compare(plain([step(x)]), [expected])
-
-
-def test_what_a_graph_reads_lives_as_long_as_the_graph(emulated):
-    run_distributed(plans_are_kept, 2)
 
 
 def on_two_axes(wrap):
@@ -353,7 +336,8 @@ def test_steps_that_need_the_host_are_refused_on_all_ranks(emulated):
     assert first == second
 
 
-def arguments_are_refused():
+@on_ranks(2)
+def test_other_arguments_than_captured_are_refused(emulated):
     mesh = shared_mesh(2)
     x, y = images(0, mesh), torch.ones(3)
     for calls in (1, 3):  # before the step is captured, and afterwards
@@ -373,10 +357,6 @@ def arguments_are_refused():
     refused(step, "on cpu and cuda", x, torch.ones(3, device="cpu"), kind=ValueError)
     refused(step, "no argument of the step is a tensor", 3, kind=TypeError)
     refused(capture, "at least 1 is needed", step, warmup=0, kind=ValueError)
-
-
-def test_other_arguments_than_captured_are_refused(emulated):
-    run_distributed(arguments_are_refused, 2)
 
 
 def trained(optimizer_of, calls, between=lambda optimizer: None):
@@ -401,7 +381,8 @@ def stepped(kind, parameters, **options):
     return optimizer
 
 
-def optimizers_are_refused():
+@on_ranks(2)
+def test_optimizers_that_compute_on_the_host_are_refused(emulated):
     _, step = trained(lambda p: stepped(torch.optim.Adagrad, p, lr_decay=0.1), 1)
     refused(step, "Adagrad keeps 'step' on the host")
 
@@ -421,11 +402,8 @@ def optimizers_are_refused():
     compare(found, expected)
 
 
-def test_optimizers_that_compute_on_the_host_are_refused(emulated):
-    run_distributed(optimizers_are_refused, 2)
-
-
-def under_debug():
+@on_ranks(2)
+def test_debug_mode_and_communication_by_the_host_are_refused(emulated):
     mesh = shared_mesh(2)
     x, step = images(0, mesh), capture(lambda x: F.conv2d(x, torch.ones(1, 3, 3, 3, dtype=torch.float64)), warmup=1)
     step(x)
@@ -433,10 +411,6 @@ def under_debug():
         refused(step, "unset SHARDTENSOR_DEBUG", x, compared=1)
     with mock.patch("shardtensor.parallel.capture.backend_of", lambda group, device: "gloo"):
         refused(step, "the ranks communicate by gloo, through the host", x)
-
-
-def test_debug_mode_and_communication_by_the_host_are_refused(emulated):
-    run_distributed(under_debug, 2)
 
 
 def ranks_differ():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
+from on_ranks import on_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
@@ -12,7 +13,7 @@ from torch.distributed.tensor import Replicate, Shard
 import shardtensor
 from shardtensor import ShardTensor
 from shardtensor.ranks.summaries import digest
-from shardtensor.testing import count_communication, run_distributed, run_expecting_errors, shared_mesh
+from shardtensor.testing import count_communication, run_expecting_errors, shared_mesh
 
 
 def model_and_optimizer():
@@ -79,7 +80,8 @@ def test_what_differs_is_named_on_every_rank(what):
             raise error
 
 
-def equal():
+@on_ranks(3)
+def test_equal_values_pass_and_take_two_small_collectives():
     differing("nothing")
     mesh = shared_mesh(3)
     model, _ = model_and_optimizer()
@@ -92,11 +94,8 @@ def equal():
         shardtensor.debug.check(model)
 
 
-def test_equal_values_pass_and_take_two_small_collectives():
-    run_distributed(equal, 3)
-
-
-def sharded_weights():
+@on_ranks(4)
+def test_shards_are_compared_with_their_copies_only():
     mesh = init_device_mesh(torch.get_default_device().type, (2, 2), mesh_dim_names=("domain", "tp"))
     rank = dist.get_rank()
     column = mesh.get_local_rank("tp")
@@ -109,10 +108,6 @@ def sharded_weights():
         weight.to_local()[0] = 9
     with pytest.raises(RuntimeError, match=r"ShardTensor 0 begins with .*\[9.0, 1.0\] on rank 3"):
         shardtensor.debug.check(weight)
-
-
-def test_shards_are_compared_with_their_copies_only():
-    run_distributed(sharded_weights, 4)
 
 
 @pytest.mark.parametrize("dtype", (torch.float64, torch.bfloat16, torch.bool, torch.uint8, torch.complex64), ids=str)

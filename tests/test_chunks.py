@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from on_ranks import on_ranks
 from seeded import seeded
 from torch import nn
 from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
@@ -134,7 +135,8 @@ def test_models_and_optimizers_move_between_cuts(tmp_path):
     run_distributed(load_training, 1, "whole", str(tmp_path))
 
 
-def weights_only():
+@on_ranks(2)
+def test_weights_only_loading():
     kept = io.BytesIO()
     x = state("uneven", numbers(*SHAPE))["x"]
     torch.save({"x": x, "p": nn.Parameter(x)}, kept)
@@ -142,10 +144,6 @@ def weights_only():
     found = torch.load(kept, weights_only=True)
     assert found["x"].shard_sizes == {0: (6, 1)} and isinstance(found["p"], nn.Parameter)
     assert torch.equal(found["x"].to_local(), x.to_local())
-
-
-def test_weights_only_loading():
-    run_distributed(weights_only, 2)
 
 
 def save_own(folder):

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from on_ranks import on_ranks
 from torch import nn
 from torch._higher_order_ops.effects import has_effects
 from torch._inductor.scheduler import Scheduler
@@ -124,7 +125,8 @@ def test_networks_give_one_devices_numbers(name):
     run_distributed(check_networks, 2, [name], timeout=200)
 
 
-def check_dtensor_parameters():
+@on_ranks(2, timeout=100)
+def test_dtensor_parameters():
     x, net = whole(1, 2, 16, 6), conv_net()
     reference, given = copy.deepcopy(net), x.clone().requires_grad_()
     expected = reference(given)
@@ -138,10 +140,6 @@ def check_dtensor_parameters():
     assert torch.allclose(mine.grad.full_tensor(), given.grad, rtol=1e-10, atol=1e-14)
     for p, q in zip(net.parameters(), reference.parameters(), strict=True):
         assert isinstance(p.grad, DTensor) and torch.allclose(p.grad.full_tensor(), q.grad, rtol=1e-10, atol=1e-14)
-
-
-def test_dtensor_parameters():
-    run_distributed(check_dtensor_parameters, 2, timeout=100)
 
 
 # -- guards ---------------------------------------------------------------------------------------------------------
@@ -165,7 +163,8 @@ def test_each_cut_has_a_graph_of_its_own_also_where_the_own_shard_is_the_same(dy
     assert run_distributed(check_cuts, 2, dynamic, timeout=100) == [[1, 1, 2, 3, 3, 4]] * 2
 
 
-def check_gathering():
+@on_ranks(2, timeout=100)
+def test_a_graph_that_gathers_serves_only_where_gathering_is_allowed():
     x = rows(whole(16, 6000), UNEVEN, dim=0)
     values = compiled(torch.linalg.svdvals)
     outside = [text_of(values, x, again=True)]
@@ -175,11 +174,8 @@ def check_gathering():
     assert all("UnsupportedSharding" in text and "svdvals" in text and "Remedy" in text for text in outside)
 
 
-def test_a_graph_that_gathers_serves_only_where_gathering_is_allowed():
-    run_distributed(check_gathering, 2, timeout=100)
-
-
-def check_registry():
+@on_ranks(2, timeout=100)
+def test_a_graph_does_not_outlive_the_handlers_it_was_made_with():
     x, square = rows(whole(1, 1, 8, 3), (5, 3)), torch.square
     mine = compiled(lambda x: square(x))
     results = [mine(x)]
@@ -189,10 +185,6 @@ def check_registry():
     results.append(mine(x))
     for y, power in zip(results, (2, 3, 2), strict=True):
         assert torch.allclose(y.full_tensor(), x.full_tensor() ** power, rtol=1e-12)
-
-
-def test_a_graph_does_not_outlive_the_handlers_it_was_made_with():
-    run_distributed(check_registry, 2, timeout=100)
 
 
 # -- communication --------------------------------------------------------------------------------------------------
@@ -235,7 +227,8 @@ def test_a_rank_that_has_no_use_for_what_it_receives_takes_part():
     assert run_distributed(check_unused, 2, timeout=100) == [(1, 1)] * 2
 
 
-def check_transports():
+@on_ranks(2, timeout=100)
+def test_point_to_point_messages_serve_graphs_too():
     conv, x = nn.Conv2d(2, 3, 3, padding=1).double(), rows(whole(1, 2, 16, 6), UNEVEN)
     mine = compiled(conv)
     results = [mine(x)]
@@ -253,14 +246,47 @@ def check_transports():
         assert torch.equal(y.to_local(), conv(x).to_local())
 
 
-def test_point_to_point_messages_serve_graphs_too():
-    run_distributed(check_transports, 2, timeout=100)
-
-
 # -- what else a compiled function may do ------------------------------------------------------------------------------
 
 
-def check_ways():
+@on_ranks(2, timeout=200)
+def test_inputs_that_are_views():
+    x = whole(1, 4, 16, 6)
+    for view in (
+        lambda x: x.transpose(2, 3),
+        lambda x: x[:, 1, 2:14].detach(),
+        lambda x: x.transpose(1, 3).reshape(1, 2, 3, 16, 4),
+        lambda x: x.permute(0, 2, 3, 1).flatten(2),
+    ):
+        given, reference = rows(x, UNEVEN, requires_grad=True), x.clone().requires_grad_()
+        y = compiled(torch.sin)(view(given))
+        assert torch.allclose(y.full_tensor(), view(reference).sin(), rtol=1e-12)
+        if y.requires_grad:
+            y.sum().backward()
+            view(reference).sin().sum().backward()
+            assert torch.allclose(given.grad.full_tensor(), reference.grad, rtol=1e-12)
+    written = rows(x, UNEVEN)
+    compiled(lambda y: y.mul_(2))(written.transpose(1, 3).reshape(1, 2, 3, 16, 4))
+    assert torch.equal(written.full_tensor(), x * 2)
+    # On the whole tensor this is a view; not so on shards with gaps in memory.
+    sizes = (3, 2)
+    local = whole(sizes[dist.get_rank()], 4, 3)[..., :2]
+    copied = ShardTensor.from_local(local, shared_mesh(2), [Shard(0)], shard_sizes={0: sizes}).view(5, 8)
+    double = compiled(lambda y: y.mul_(2))
+    assert torch.equal(double(copied.clone()).full_tensor(), copied.full_tensor() * 2)
+    refused = text_of(double, copied, again=True)
+    assert "represents a view but is a copy" in refused and "Remedy: pass its clone()" in refused
+    # A plain tensor that a sharded value was written to is in no graph.
+    made = torch.zeros_like(x)
+    made[:, :2] = rows(x, UNEVEN)[:, :2]
+    refused = text_of(torch.sin, made)
+    assert "was a plain tensor until a sharded value was written to it" in refused and "pass its clone()" in refused
+    for function, given in ((compiled(torch.sin), made.clone()), (torch.compile(torch.sin, backend="aot_eager"), made)):
+        assert torch.equal(function(given).full_tensor(), made.full_tensor().sin())
+
+
+@on_ranks(2, timeout=200)
+def test_moving_reading_writing_and_modes():
     x = whole(1, 2, 16, 6)
     mine = rows(x, UNEVEN)
 
@@ -301,50 +327,8 @@ def check_ways():
         assert torch.equal(compiled(lambda x, n: x[:, :, :n] * n)(mine, n).full_tensor(), x[:, :, :n] * n)
 
 
-def check_views():
-    x = whole(1, 4, 16, 6)
-    for view in (
-        lambda x: x.transpose(2, 3),
-        lambda x: x[:, 1, 2:14].detach(),
-        lambda x: x.transpose(1, 3).reshape(1, 2, 3, 16, 4),
-        lambda x: x.permute(0, 2, 3, 1).flatten(2),
-    ):
-        given, reference = rows(x, UNEVEN, requires_grad=True), x.clone().requires_grad_()
-        y = compiled(torch.sin)(view(given))
-        assert torch.allclose(y.full_tensor(), view(reference).sin(), rtol=1e-12)
-        if y.requires_grad:
-            y.sum().backward()
-            view(reference).sin().sum().backward()
-            assert torch.allclose(given.grad.full_tensor(), reference.grad, rtol=1e-12)
-    written = rows(x, UNEVEN)
-    compiled(lambda y: y.mul_(2))(written.transpose(1, 3).reshape(1, 2, 3, 16, 4))
-    assert torch.equal(written.full_tensor(), x * 2)
-    # On the whole tensor this is a view; not so on shards with gaps in memory.
-    sizes = (3, 2)
-    local = whole(sizes[dist.get_rank()], 4, 3)[..., :2]
-    copied = ShardTensor.from_local(local, shared_mesh(2), [Shard(0)], shard_sizes={0: sizes}).view(5, 8)
-    double = compiled(lambda y: y.mul_(2))
-    assert torch.equal(double(copied.clone()).full_tensor(), copied.full_tensor() * 2)
-    refused = text_of(double, copied, again=True)
-    assert "represents a view but is a copy" in refused and "Remedy: pass its clone()" in refused
-    # A plain tensor that a sharded value was written to is in no graph.
-    made = torch.zeros_like(x)
-    made[:, :2] = rows(x, UNEVEN)[:, :2]
-    refused = text_of(torch.sin, made)
-    assert "was a plain tensor until a sharded value was written to it" in refused and "pass its clone()" in refused
-    for function, given in ((compiled(torch.sin), made.clone()), (torch.compile(torch.sin, backend="aot_eager"), made)):
-        assert torch.equal(function(given).full_tensor(), made.full_tensor().sin())
-
-
-def test_inputs_that_are_views():
-    run_distributed(check_views, 2, timeout=200)
-
-
-def test_moving_reading_writing_and_modes():
-    run_distributed(check_ways, 2, timeout=200)
-
-
-def check_training():
+@on_ranks(2, timeout=200)
+def test_training_steps_with_the_loss_in_the_graph():
     net, x = conv_net()[:3].append(nn.Conv2d(4, 2, 3, padding=1).double()), whole(1, 2, 16, 6)
     alone = copy.deepcopy(net)
     step = compiled(lambda net, x: F.mse_loss(net(x), x))
@@ -361,10 +345,6 @@ def check_training():
     assert graphs() == 2
     for p, q in zip(net.parameters(), alone.parameters(), strict=True):
         assert torch.allclose(p, q, rtol=1e-9, atol=1e-12)
-
-
-def test_training_steps_with_the_loss_in_the_graph():
-    run_distributed(check_training, 2, timeout=200)
 
 
 def check_dropout():
@@ -386,7 +366,8 @@ def test_dropout_draws_for_each_shard_and_leaves_the_ranks_generators_in_step():
 # -- refusals -------------------------------------------------------------------------------------------------------
 
 
-def check_refusals():
+@on_ranks(2, timeout=200)
+def test_refusals_say_what_to_do():
     x, conv, mesh = rows(whole(1, 2, 16, 6), UNEVEN, requires_grad=True), nn.Conv2d(2, 2, 3).double(), shared_mesh(2)
 
     def gather(x):
@@ -406,11 +387,8 @@ def check_refusals():
     assert torch.allclose(x.grad.full_tensor(), reference.grad, rtol=1e-10)
 
 
-def test_refusals_say_what_to_do():
-    run_distributed(check_refusals, 2, timeout=200)
-
-
-def check_bad_index():
+@on_ranks(2, timeout=100)
+def test_an_index_out_of_range_is_an_error_on_every_rank():
     x = rows(whole(16, 6), UNEVEN, dim=0)
     take = compiled(lambda x, at: x[at] + 1)
     good = torch.tensor([3, 15, 0])
@@ -419,11 +397,8 @@ def check_bad_index():
         take(x, torch.tensor([3, 16, 0]))
 
 
-def test_an_index_out_of_range_is_an_error_on_every_rank():
-    run_distributed(check_bad_index, 2, timeout=100)
-
-
-def check_readers_of_values():
+@on_ranks(2, timeout=200)
+def test_what_reads_values_breaks_the_graph():
     """Operators whose results follow from values: not in one graph, and eager between two of them."""
     x, i = whole(9), (whole(9) * 3).long().abs()
     readers = {
@@ -443,11 +418,8 @@ def check_readers_of_values():
         torch.testing.assert_close(got.full_tensor(), function(whole_x), rtol=1e-10, atol=1e-12)
 
 
-def test_what_reads_values_breaks_the_graph():
-    run_distributed(check_readers_of_values, 2, timeout=200)
-
-
-def check_losses():
+@on_ranks(2, timeout=200)
+def test_losses_with_any_reduction():
     x, target = rows(whole(7, 5), (6, 1), dim=0), whole(7, 5)
     losses = {
         "margin_ranking": lambda x, y: F.margin_ranking_loss(x, y, y.sign(), margin=0.3),
@@ -463,10 +435,6 @@ def check_losses():
         got = compiled(function)(x, rows(target, (6, 1), dim=0)).full_tensor()
         expected = function(x.full_tensor(), target)
         torch.testing.assert_close(got, expected, rtol=1e-10, atol=1e-12, msg=lambda text, name=name: f"{name}: {text}")
-
-
-def test_losses_with_any_reduction():
-    run_distributed(check_losses, 2, timeout=200)
 
 
 # -- slow: more of everything ----------------------------------------------------------------------------------------
@@ -519,24 +487,12 @@ def test_inductor_keeps_one_order_of_communication_on_all_ranks(sizes):
     assert len(first) == 2 and others == [first] * len(others)
 
 
-def check_channels_last():
+@pytest.mark.slow
+@on_ranks(2, timeout=500)
+def test_inductor_with_channels_last():
     net = Compiled(conv_net(), "inductor")
     x = whole(1, 2, 16, 6).contiguous(memory_format=torch.channels_last)
     assert_matches_unsharded(net, x, mesh_shape=2, placements=[Shard(2)], shard_sizes={0: UNEVEN})
-
-
-@pytest.mark.slow
-def test_inductor_with_channels_last():
-    run_distributed(check_channels_last, 2, timeout=500)
-
-
-def check_two_dims():
-    module = Compiled(with_loss(conv_net()))
-    for placements in ([Shard(2), Shard(3)], [Shard(0), Shard(2)], [Replicate(), Shard(2)]):
-        sizes = {m: {0: (1, 2), 2: (9, 3), 3: (2, 5)}[p.dim] for m, p in enumerate(placements) if p.is_shard()}
-        assert_matches_unsharded(
-            module, whole(3, 2, 12, 7), mesh_shape=(2, 2), placements=placements, shard_sizes=sizes
-        )
 
 
 class Average(nn.Module):
@@ -554,7 +510,8 @@ class Average(nn.Module):
         return y - self.mean
 
 
-def averages():
+@on_ranks(2)
+def test_buffers_stay_plain():
     module = Average()
     plain, function, x = copy.deepcopy(module), compiled(module), whole(16, 4)
     for _ in range(2):
@@ -563,16 +520,20 @@ def averages():
     torch.testing.assert_close(module.mean, plain.mean, rtol=1e-10, atol=0)
 
 
-def test_buffers_stay_plain():
-    run_distributed(averages, 2)
+@pytest.mark.slow
+@on_ranks(4, timeout=500)
+def test_meshes_of_two_dims():
+    module = Compiled(with_loss(conv_net()))
+    for placements in ([Shard(2), Shard(3)], [Shard(0), Shard(2)], [Replicate(), Shard(2)]):
+        sizes = {m: {0: (1, 2), 2: (9, 3), 3: (2, 5)}[p.dim] for m, p in enumerate(placements) if p.is_shard()}
+        assert_matches_unsharded(
+            module, whole(3, 2, 12, 7), mesh_shape=(2, 2), placements=placements, shard_sizes=sizes
+        )
 
 
 @pytest.mark.slow
-def test_meshes_of_two_dims():
-    run_distributed(check_two_dims, 4, timeout=500)
-
-
-def check_encoder_layer():
+@on_ranks(2, timeout=500)
+def test_a_transformer_layer():
     layer = nn.TransformerEncoderLayer(6, 2, 8, dropout=0.0, batch_first=True).double()
     x = whole(2, 16, 6)
     for backend, sizes in itertools.product(("aot_eager", "eager"), (UNEVEN, EMPTY)):
@@ -580,8 +541,3 @@ def check_encoder_layer():
             Compiled(layer, backend), x, mesh_shape=2, placements=[Shard(1)], shard_sizes={0: sizes}
         )
     dist.barrier()
-
-
-@pytest.mark.slow
-def test_a_transformer_layer():
-    run_distributed(check_encoder_layer, 2, timeout=500)

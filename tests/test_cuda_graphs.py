@@ -8,11 +8,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from copied import Copied
+from on_ranks import on_ranks
 from torch import nn
 from torch.distributed.tensor import Replicate, Shard
 
 from shardtensor import ShardTensor
-from shardtensor.testing import count_communication, run_distributed, shard, shared_mesh
+from shardtensor.testing import count_communication, shard, shared_mesh
 
 READS, DRAWS = "the host reads values", "every replay would repeat the same numbers"
 
@@ -66,7 +67,8 @@ REFUSED = {  # what the text begins with, a function of a sharded (8, 8) tensor,
 }
 
 
-def check_refused():
+@on_ranks(2)
+def test_what_the_host_reads_or_draws_is_refused():
     for name, (begins, function, says) in REFUSED.items():
         x = rows(8, 8)
         function(x)  # what is made at the first call is made
@@ -74,10 +76,6 @@ def check_refused():
             function(x)
         assert str(raised.value).startswith(begins), f"{name}: {raised.value}"
         assert not counted.collectives and not counted.messages, f"{name} has sent something"
-
-
-def test_what_the_host_reads_or_draws_is_refused():
-    run_distributed(check_refused, 2)
 
 
 def networks():
@@ -91,7 +89,8 @@ def networks():
     )
 
 
-def check_allowed():
+@on_ranks(2)
+def test_a_training_step_without_draws_is_not():
     """A training step reads nothing, and replicated tensors are drawn by torch's generator, which graphs know."""
     net, x = networks(), shard(torch.randn(1, 2, 24, 8), shared_mesh(2), [Shard(2)], {0: (14, 10)}, requires_grad=True)
     everywhere = shard(torch.ones(8), shared_mesh(2), [Replicate()])
@@ -99,10 +98,6 @@ def check_allowed():
         loss = (net(x).softmax(2) ** 2).mean() + F.dropout(everywhere, 0.5).sum()
         loss.backward()
     assert x.grad is not None and all(p.grad is not None for p in net.parameters())
-
-
-def test_a_training_step_without_draws_is_not():
-    run_distributed(check_allowed, 2)
 
 
 def write(x, index):
@@ -117,7 +112,8 @@ NUMBERS = {  # functions of a sharded (8, 8) tensor and of an index
 }
 
 
-def check_numbers():
+@on_ranks(2)
+def test_numbers_are_written_by_a_kernel_rather_than_copied_from_the_host():
     for name, function in NUMBERS.items():
         x, index = rows(8, 8), torch.tensor([1, 6])
         function(x, index)
@@ -125,7 +121,3 @@ def check_numbers():
             function(x, index)
         # torch.tensor(number) calls it: a tensor of the host, which is copied to the device.
         assert "aten::lift_fresh" not in seen.order, name
-
-
-def test_numbers_are_written_by_a_kernel_rather_than_copied_from_the_host():
-    run_distributed(check_numbers, 2)

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from on_ranks import on_ranks
 from operator_sweep import database
 from operator_sweep.worker import Randomness, loss_of, whole
 from seeded import seeded
@@ -154,7 +155,8 @@ def test_operators_match_one_device(layout):
     assert run_distributed(matches_everywhere, 3, layout, timeout=120) == [[]] * 3
 
 
-def misaligned():
+@on_ranks(4, timeout=120)
+def test_operands_with_different_cuts():
     """Operands with different cuts, also on two mesh dims, and 1-D with 2-D operands."""
     double = lambda x, y: (x * y + y, torch.maximum(x, y))  # noqa: E731
     x, y = numbers(6, 5), numbers(6, 5, seed=1)
@@ -185,11 +187,8 @@ def misaligned():
     )
 
 
-def test_operands_with_different_cuts():
-    run_distributed(misaligned, 4, timeout=120)
-
-
-def cut_where_the_other_is_broadcast():
+@on_ranks(2)
+def test_no_operand_is_gathered_where_both_have_a_dim_in_common():
     """Scores cut along the keys, and a bias of theirs cut along the queries: the scores are exchanged to that cut."""
     x, y = numbers(2, 5, 7), numbers(5, 1, seed=1)
     for mesh_shape, a, b, sizes in (
@@ -214,11 +213,9 @@ def cut_where_the_other_is_broadcast():
     assert counted.bytes_sent == (4, 1)[here] * 8 and torch.equal(written.full_tensor(), x + y)
 
 
-def test_no_operand_is_gathered_where_both_have_a_dim_in_common():
-    run_distributed(cut_where_the_other_is_broadcast, 2)
-
-
-def all_pairs(ranks):
+@pytest.mark.parametrize("ranks", [2, 3])
+@on_ranks("ranks")
+def test_an_operand_smaller_than_a_share_of_the_result_is_gathered(ranks):
     """Every point with every other one: one of the operands is gathered, the result is sharded."""
     points = numbers(7, 3)
     sizes = {2: (5, 2), 3: (4, 0, 3)}[ranks]
@@ -241,12 +238,8 @@ def all_pairs(ranks):
             few[:, None] - few[None]
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_an_operand_smaller_than_a_share_of_the_result_is_gathered(ranks):
-    run_distributed(all_pairs, ranks, ranks)
-
-
-def asserted():
+@on_ranks(2)
+def test_assertions_on_the_global_value():
     x = shard(numbers(8, 3), shared_mesh(2), [Shard(0)], {0: (5, 3)})
     torch._assert_async((x < 99).all())
     torch._assert_async((x < 99).all(), "not raised")
@@ -255,10 +248,6 @@ def asserted():
         torch._assert_async((x < 0).all(), "all are to be negative")
     with pytest.raises(UnsupportedSharding, match=r"_assert_async.*gathered"):
         torch._assert_async(x < 99)
-
-
-def test_assertions_on_the_global_value():
-    run_distributed(asserted, 2)
 
 
 LISTS = {
@@ -276,7 +265,8 @@ LISTS = {
 }
 
 
-def lists_of_any_layouts():
+@on_ranks(2)
+def test_lists_of_any_layouts():
     mesh = shared_mesh(2)
     values, others = [numbers(6, 5, seed=i) for i in range(4)], [numbers(6, 5, seed=i + 4) for i in range(4)]
     layouts = [([Partial()], None), ([Shard(0)], {0: (5, 1)}), ([Shard(0)], {0: (5, 1)}), ([Replicate()], None)]
@@ -293,10 +283,6 @@ def lists_of_any_layouts():
         torch._foreach_maximum(first, 0.5)
 
 
-def test_lists_of_any_layouts():
-    run_distributed(lists_of_any_layouts, 2)
-
-
 SPARSE = {
     "x @": (lambda s, x: x @ s, "coo"),
     "addmm of": (lambda s, x: torch.addmm(s, x, x), "csr"),
@@ -306,7 +292,11 @@ SPARSE = {
 }
 
 
-def sparse_operands(placement, sizes):
+@pytest.mark.parametrize(
+    ("placement", "sizes"), [(Shard(1), {0: (3, 2)}), (Replicate(), None)], ids=["sharded", "replicated"]
+)
+@on_ranks(2)
+def test_sparse_operands_are_refused(placement, sizes):
     dense = numbers(5, 5)
     x = shard(dense, shared_mesh(2), [placement], sizes)
     for name, (function, layout) in SPARSE.items():
@@ -317,22 +307,12 @@ def sparse_operands(placement, sizes):
         assert not counted.collectives, name
 
 
-@pytest.mark.parametrize(
-    ("placement", "sizes"), [(Shard(1), {0: (3, 2)}), (Replicate(), None)], ids=["sharded", "replicated"]
-)
-def test_sparse_operands_are_refused(placement, sizes):
-    run_distributed(sparse_operands, 2, placement, sizes)
-
-
-def sparse_results():
+@on_ranks(2)
+def test_sparse_results_without_strides_are_refused():
     x = shard(numbers(5, 5), shared_mesh(2), [Replicate()])
     for make in (lambda: x.to_sparse_csr(), lambda: x.to_sparse_csc()):
         with pytest.raises(UnsupportedSharding, match=r"a ShardTensor cannot have the layout torch\.sparse_cs"):
             make()
-
-
-def test_sparse_results_without_strides_are_refused():
-    run_distributed(sparse_results, 2)
 
 
 def unexercised():
@@ -432,7 +412,8 @@ def test_refusals_name_operator_layout_and_remedy_on_every_rank(name):
             assert part in str(error)
 
 
-def out_of_range():
+@on_ranks(2)
+def test_torchs_own_errors_come_on_every_rank():
     x = shard(numbers(8, 4), shared_mesh(2), [Shard(0)], {0: (7, 1)}, requires_grad=True)
     for f in (lambda x: x.sum(2), lambda x: x.mean(-3), lambda x: x.amax(2), lambda x: x.transpose(0, 2)):
         for y in (x, x.detach()):
@@ -445,11 +426,8 @@ def out_of_range():
             y + y[:, :3]
 
 
-def test_torchs_own_errors_come_on_every_rank():
-    run_distributed(out_of_range, 2)
-
-
-def out_of_date():
+@on_ranks(2)
+def test_views_that_are_copies_do_not_go_out_of_date():
     """What represents a view shows what is written to the viewed tensor, or is refused."""
     whole = numbers(8, 4)
     x = shard(whole, shared_mesh(2), [Shard(0)], {0: (7, 1)})
@@ -502,14 +480,11 @@ def out_of_date():
     assert torch.equal(entry.full_tensor(), 3 * now) and torch.equal(x[1].full_tensor(), entry.full_tensor())
 
 
-def test_views_that_are_copies_do_not_go_out_of_date():
-    run_distributed(out_of_date, 2)
-
-
 # -- gathering ------------------------------------------------------------------------------------------------------
 
 
-def gathers():
+@on_ranks(2)
+def test_gathering_has_to_be_allowed_and_gives_the_right_answer():
     whole = numbers(8, 4)
     x = shard(whole, shared_mesh(2), [Shard(0)], {0: (7, 1)})
     for f in (
@@ -547,10 +522,6 @@ def gathers():
     assert not context.gather_allowed()
 
 
-def test_gathering_has_to_be_allowed_and_gives_the_right_answer():
-    run_distributed(gathers, 2)
-
-
 # -- plans and registered handlers -----------------------------------------------------------------------------------
 
 
@@ -573,7 +544,8 @@ def test_plans_tell_cuts_and_argument_types_apart():
     assert run_distributed(cached, 2)[0] >= 1
 
 
-def default_dtype():
+@on_ranks(2)
+def test_a_plan_holds_for_one_default_dtype():
     i = shard(torch.arange(8), shared_mesh(2), [Shard(0)], {0: (7, 1)})
     before = torch.get_default_dtype()
     seen = []
@@ -585,10 +557,6 @@ def default_dtype():
     finally:
         torch.set_default_dtype(before)
     assert seen == [(torch.float32,) * 2, (torch.float64,) * 2]
-
-
-def test_a_plan_holds_for_one_default_dtype():
-    run_distributed(default_dtype, 2)
 
 
 def forgetful():
@@ -630,7 +598,8 @@ def half(x):
     return x / 2
 
 
-def own_handlers():
+@on_ranks(2)
+def test_users_register_operators_of_their_own():
     x = shard(numbers(8, 4), shared_mesh(2), [Shard(0)], {0: (7, 1)})
     calls = []
 
@@ -660,10 +629,6 @@ def own_handlers():
         shardtensor.extend.unregister(half)
     shardtensor.extend.registered().clear()  # a copy
     assert torch.sum in shardtensor.extend.registered()
-
-
-def test_users_register_operators_of_their_own():
-    run_distributed(own_handlers, 2)
 
 
 # -- everything that torch has ----------------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.nn.functional as F
+from on_ranks import on_ranks
 from seeded import seeded
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
@@ -125,7 +126,8 @@ class Nested(nn.Module):
         return Sample(maps, mask, sample.title), moved, OrderedDict(table), Pair(maps[0].sum(), named["text"])
 
 
-def every_container():
+@on_ranks(2)
+def test_tensors_in_containers():
     mesh = shared_mesh(2)
     a, b, c, step = values((1, 2, 3, 8), (1, 2, 3, 5), (1, 2, 4, 4), (3,))
     mask = a > 0
@@ -159,11 +161,8 @@ def every_container():
         compare(t.full_tensor(), u)
 
 
-def test_tensors_in_containers():
-    run_distributed(every_container, 2)
-
-
-def what_is_given_back():
+@on_ranks(2)
+def test_outputs():
     mesh = shared_mesh(2)
     (x,) = values((2, 3, 7))
     cases = [
@@ -188,11 +187,8 @@ def what_is_given_back():
     compare(y.full_tensor(), x.tanh())
 
 
-def test_outputs():
-    run_distributed(what_is_given_back, 2)
-
-
-def distributed_inputs():
+@on_ranks(2)
+def test_inputs_that_are_distributed_already():
     mesh = shared_mesh(2)
     (x,) = values((2, 3, 7))
     uneven = {0: (2, 5)}
@@ -209,10 +205,6 @@ def distributed_inputs():
         compare(given.grad.full_tensor(), 2 * x.tanh() * (1 - x.tanh() ** 2))
 
 
-def test_inputs_that_are_distributed_already():
-    run_distributed(distributed_inputs, 2)
-
-
 class Autoencoder(nn.Module):
     def __init__(self):
         super().__init__()
@@ -223,7 +215,8 @@ class Autoencoder(nn.Module):
         return self.decoder(self.encoder(x) * 2)
 
 
-def planned():
+@on_ranks(3)
+def test_a_plan_of_submodules():
     mesh = shared_mesh(3)
     torch.manual_seed(0)
     module = Autoencoder().double()
@@ -247,10 +240,6 @@ def planned():
         compare(p.grad, q.grad)
     with torch.inference_mode():
         compare(module(x), twin(x))
-
-
-def test_a_plan_of_submodules():
-    run_distributed(planned, 3)
 
 
 def pipeline():
@@ -318,7 +307,8 @@ class Spectral(nn.Module):
         return out
 
 
-def tensors_of_its_own():
+@on_ranks(2)
+def test_tensors_that_the_module_makes():
     mesh = shared_mesh(2)
     module, twin = Spectral(), Spectral()
     parallelize_module(module, mesh, DomainParallel(inputs=Shard(2), outputs=Replicate()))
@@ -332,11 +322,8 @@ def tensors_of_its_own():
     compare(module.weight.grad, twin.weight.grad)
 
 
-def test_tensors_that_the_module_makes():
-    run_distributed(tensors_of_its_own, 2)
-
-
-def compiled():
+@on_ranks(2, timeout=120.0)
+def test_compiled_forward():
     torch.compiler.reset()
     (x,) = values((2, 3, 7))
     module = nn.Sequential(nn.Linear(7, 4), nn.Tanh()).double()
@@ -344,10 +331,6 @@ def compiled():
     parallelize_module(module, shared_mesh(2), DomainParallel(inputs=Shard(1), outputs=Replicate()))
     module.forward = torch.compile(module.forward, backend="aot_eager", fullgraph=True)
     compare(module(x), expected)
-
-
-def test_compiled_forward():
-    run_distributed(compiled, 2, timeout=120.0)
 
 
 # -- errors -----------------------------------------------------------------------------------------------------------
@@ -503,7 +486,8 @@ def test_weights_that_differ_are_told_where_no_number_is_read(mode):
             raise error
 
 
-def of_right_programs():
+@on_ranks(2)
+def test_equal_inputs_pass():
     mesh = shared_mesh(2)
     rank = mesh.get_local_rank()
     torch.manual_seed(rank)
@@ -517,10 +501,6 @@ def of_right_programs():
     style = DomainParallel(inputs={"sample": Shard(2)}, outputs=Replicate())
     module = parallelize_module(Denoiser(), mesh, style)
     compare(module(sample, torch.tensor(2), torch.randn(3)), twin(sample, torch.tensor(2)))
-
-
-def test_equal_inputs_pass():
-    run_distributed(of_right_programs, 2)
 
 
 # -- methods ----------------------------------------------------------------------------------------------------------
@@ -555,7 +535,8 @@ def coder():
     return Coder().double()
 
 
-def methods():
+@on_ranks(2)
+def test_methods():
     mesh = shared_mesh(2)
     (x,) = values((1, 2, 6, 12))
     vae, twin = coder(), coder()
@@ -587,11 +568,8 @@ def methods():
     assert type(torch.zeros(3)) is Tensor
 
 
-def test_methods():
-    run_distributed(methods, 2)
-
-
-def copies():
+@on_ranks(2)
+def test_copies_of_modules_with_methods():
     """A copy's methods are its own; names of parameters are the module's; a part may be recomputed in backward."""
     vae, twin = coder(), coder()
     parallelize_module(vae, shared_mesh(2), DomainParallel(**STYLE, methods=("encode", "decode")))
@@ -607,10 +585,6 @@ def copies():
     for module in (vae, twin):
         checkpoint(module.decode, codes, use_reentrant=False).square().sum().backward()
     compare(vae.decoder[1].weight.grad, twin.decoder[1].weight.grad)
-
-
-def test_copies_of_modules_with_methods():
-    run_distributed(copies, 2)
 
 
 def diffusion():
@@ -806,7 +780,8 @@ def test_errors_of_the_faster_way():
 # -- inputs on another device ------------------------------------------------------------------------------------------
 
 
-def from_the_host():
+@on_ranks(2)
+def test_inputs_of_the_host(emulated):
     """Inputs on the CPU: each device gets its part; one that requires gradients gets them where it is."""
     mesh = shared_mesh(2)
     module = nn.Conv1d(2, 2, 3, padding=1)
@@ -822,7 +797,3 @@ def from_the_host():
     module(x).square().sum().backward()
     assert x.grad.device.type == "cpu"
     torch.testing.assert_close(x.grad, gradient)
-
-
-def test_inputs_of_the_host(emulated):
-    run_distributed(from_the_host, 2)

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from copied import Copied
+from on_ranks import on_ranks
 from seeded import seeded
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
@@ -91,7 +92,9 @@ def fetched(local, dim, sizes, need, mesh):
     return Fetch.of(spec, {dim: need})(local)
 
 
-def moves_what_is_needed(world):
+@pytest.mark.parametrize("world", [2, 3, 4])
+@on_ranks("world")
+def test_every_transport_brings_every_dtype_what_it_needs(world):
     mesh = shared_mesh(world)
     rank = dist.get_rank()
     for sizes, need in CASES[world]:
@@ -108,11 +111,6 @@ def moves_what_is_needed(world):
                 for transport, got in received.items():
                     assert got.dtype == dtype, transport
                     assert torch.equal(got, expected), (transport, sizes, need, dtype, dim)
-
-
-@pytest.mark.parametrize("world", [2, 3, 4])
-def test_every_transport_brings_every_dtype_what_it_needs(world):
-    run_distributed(moves_what_is_needed, world, world)
 
 
 def counts(world, transport, factor):
@@ -184,17 +182,14 @@ def convolved(transports):
     return results
 
 
-def the_same_bits():
+@on_ranks(4)
+def test_every_transport_gives_the_same_bits():
     results = convolved(TRANSPORTS)
     with few(1):  # two peers of four ranks
         results += convolved(TRANSPORTS)
     references = {sizes: rest for _, sizes, *rest in results[:3]}
     for transport, sizes, *rest in results[3:]:
         assert all(map(torch.equal, rest, references[sizes])), (transport, sizes)
-
-
-def test_every_transport_gives_the_same_bits():
-    run_distributed(the_same_bits, 4)
 
 
 # -- what all ranks decide alike, and what is kept --------------------------------------------------------------------
@@ -302,7 +297,19 @@ def total(value):
     return value
 
 
-def fetching_has_its_adjoint(world):
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.bfloat16, torch.float32])
+@on_ranks(2)
+def test_a_single_element_of_any_stride(dtype):
+    """torch calls it contiguous, but does not view it as bytes."""
+    group, rank = shared_mesh(2).get_group(), dist.get_rank()
+    piece = torch.arange(4).to(dtype)[2 * rank :: 2][:1]  # the next element would lie two further
+    (got,) = exchange.Exchange([(1 - rank, (1,))], [(1 - rank, (1,))], group, 1).start([piece], piece).wait()
+    assert torch.equal(got, torch.tensor([2 - 2 * rank]).to(dtype))
+
+
+@pytest.mark.parametrize("world", [2, 3])
+@on_ranks("world")
+def test_the_gradient_of_fetching_is_its_adjoint(world):
     mesh = shared_mesh(world)
     rank = dist.get_rank()
     generator = seeded(rank)
@@ -317,25 +324,8 @@ def fetching_has_its_adjoint(world):
             torch.testing.assert_close(left, right, rtol=1e-12, atol=1e-12, msg=f"{sizes} {need}")
 
 
-def sends_a_single_element(dtype):
-    group, rank = shared_mesh(2).get_group(), dist.get_rank()
-    piece = torch.arange(4).to(dtype)[2 * rank :: 2][:1]  # the next element would lie two further
-    (got,) = exchange.Exchange([(1 - rank, (1,))], [(1 - rank, (1,))], group, 1).start([piece], piece).wait()
-    assert torch.equal(got, torch.tensor([2 - 2 * rank]).to(dtype))
-
-
-@pytest.mark.parametrize("dtype", [torch.complex64, torch.bfloat16, torch.float32])
-def test_a_single_element_of_any_stride(dtype):
-    """torch calls it contiguous, but does not view it as bytes."""
-    run_distributed(sends_a_single_element, 2, dtype)
-
-
-@pytest.mark.parametrize("world", [2, 3])
-def test_the_gradient_of_fetching_is_its_adjoint(world):
-    run_distributed(fetching_has_its_adjoint, world, world)
-
-
-def fetching_is_twice_differentiable():
+@on_ranks(3)
+def test_fetching_can_be_differentiated_twice():
     mesh = shared_mesh(3)
     rank = dist.get_rank()
     sizes, need = CASES[3][0]
@@ -348,10 +338,6 @@ def fetching_is_twice_differentiable():
         uses[a:b] += 1
     a, b = intervals_of(sizes)[rank]
     torch.testing.assert_close(second, 6 * x.detach() * uses[a:b], rtol=1e-12, atol=0)
-
-
-def test_fetching_can_be_differentiated_twice():
-    run_distributed(fetching_is_twice_differentiable, 3)
 
 
 def fetch_of_two_dims():
@@ -434,7 +420,8 @@ def test_halos_along_two_axes_with_corners(transport):
     run_distributed(halos_are_kept_and_return, 4, (2, 2), cases, transport)
 
 
-def swap_several_pieces():
+@on_ranks(4)
+def test_several_pieces_travel_in_one_message():
     """Several tensors per peer in one message, some of them empty, on a group that does not start at rank 0."""
     mesh = shared_mesh((2, 2))
     rank, group = mesh.get_local_rank(1), mesh.get_group(1)
@@ -450,11 +437,9 @@ def swap_several_pieces():
     assert torch.equal(last, torch.arange(peer + 1.0))
 
 
-def test_several_pieces_travel_in_one_message():
-    run_distributed(swap_several_pieces, 4)
-
-
-def packs_pieces_of_any_strides():
+@pytest.mark.not_emulated("whose communication copies, too")
+@on_ranks(2)
+def test_packing_copies_each_piece_once():
     mesh = shared_mesh(2)
     group, me = mesh.get_group(), mesh.get_local_rank()
     mine = [torch.arange(12.0).view(3, 4).t() + me, torch.arange(6.0).view(2, 3) + me, torch.arange(8.0)[::2] + me]
@@ -464,11 +449,6 @@ def packs_pieces_of_any_strides():
     assert copied.total == sum(t.numel() for t in mine), copied.elements
     for t, got in zip(mine, received, strict=True):
         assert torch.equal(got, t - me + (1 - me))
-
-
-@pytest.mark.not_emulated("whose communication copies, too")
-def test_packing_copies_each_piece_once():
-    run_distributed(packs_pieces_of_any_strides, 2)
 
 
 def test_an_unknown_transport_is_refused():

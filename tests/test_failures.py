@@ -16,6 +16,7 @@ import rank_programs
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from on_ranks import on_ranks
 from torch import nn
 from torch.distributed.tensor import Shard
 from torch.utils.checkpoint import checkpoint
@@ -119,19 +120,16 @@ def test_without_the_store_a_rank_knows_which_ranks_are_on_its_host():
 # -- what is no failure ------------------------------------------------------------------------------------------------
 
 
-def retried(late):
+@on_ranks(2)
+def test_an_error_that_all_ranks_catch_is_no_reason_to_stop_waiting():
     """All ranks raise inside of an operator, catch it, and call it again, one of them later."""
     matrices = torch.eye(4).repeat(4, 1, 1)
     singular, regular = (shard(t, shared_mesh(2), [Shard(1)]) for t in (-matrices, matrices))
     with pytest.raises(torch.linalg.LinAlgError):
         torch.linalg.cholesky(singular)
     if dist.get_rank() == 1:
-        time.sleep(late)
+        time.sleep(2.5 * LOOKING)
     assert torch.equal(torch.linalg.cholesky(regular).full_tensor(), matrices)
-
-
-def test_an_error_that_all_ranks_catch_is_no_reason_to_stop_waiting():
-    run_distributed(retried, 2, 2.5 * LOOKING)
 
 
 def written_too_early():
@@ -156,7 +154,8 @@ def test_a_backward_pass_that_only_one_rank_ends_is_told_to_those_that_wait_for_
     assert "was not completed: rank 0 raised RuntimeError: one of the variables needed for gradient" in str(second)
 
 
-def recomputed():
+@on_ranks(2)
+def test_a_recomputation_that_is_complete_is_not_told_as_an_error():
     mesh = shared_mesh(2)
     x, conv = shard(torch.randn(1, 2, 8, 4), mesh, [Shard(2)]).requires_grad_(), nn.Conv2d(2, 2, 3, padding=1)
     key = f"shardtensor/rank {dist.get_rank()}"
@@ -164,10 +163,6 @@ def recomputed():
     default_store().set(key, "nothing")
     checkpoint(lambda x: conv(F.gelu(conv(x))), x, use_reentrant=False).square().sum().backward()
     assert default_store().get(key) == b"nothing"
-
-
-def test_a_recomputation_that_is_complete_is_not_told_as_an_error():
-    run_distributed(recomputed, 2)
 
 
 def forked():

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from copied import Copied
+from on_ranks import on_ranks
 from seeded import seeded
 from torch import nn
 from torch.distributed.tensor import Replicate, Shard
@@ -157,7 +158,8 @@ def test_what_was_used_on_a_part_of_a_mesh_is_compared_on_all_of_it(make):
 # -- what is left alone ------------------------------------------------------------------------------------------------
 
 
-def right():
+@on_ranks(2)
+def test_right_programs_are_left_alone():
     mesh = shared_mesh(2)
     rank = mesh.get_local_rank()
     x = image(mesh)
@@ -177,10 +179,6 @@ def right():
     x.full_tensor()
 
 
-def test_right_programs_are_left_alone():
-    run_distributed(right, 2)
-
-
 def nearly(off, dtype):
     """What ranks compute for themselves, with kernels that each chooses by their speed."""
     mesh = shared_mesh(2)
@@ -198,7 +196,8 @@ def test_rounding_is_no_difference():
             assert "plain tensors differ" in str(error)
 
 
-def forgotten_plans():
+@on_ranks(2)
+def test_ranks_may_forget_plans_by_themselves():
     """A rank may forget plans by itself: what is the first run to it is not to others."""
     mesh = shared_mesh(2)
     x = image(mesh)
@@ -207,10 +206,6 @@ def forgotten_plans():
             planning._plans.clear()
         x = x + torch.full((8, 6), float(i))
         x.sum().item()
-
-
-def test_ranks_may_forget_plans_by_themselves():
-    run_distributed(forgotten_plans, 2)
 
 
 def many(count):
@@ -230,7 +225,8 @@ def test_the_first_runs_of_a_plan_are_looked_at():
     run_distributed(many, 2, 3)
 
 
-def nothing_in_steady_state():
+@on_ranks(2)
+def test_it_sends_nothing_and_later_runs_are_not_looked_at():
     mesh = shared_mesh(2)
     group = mesh.get_group().group_name
     x, conv, target = image(mesh), nn.Conv2d(4, 4, 3, padding=1), torch.randn(1, 4, 8, 6)
@@ -255,10 +251,6 @@ def nothing_in_steady_state():
     assert not counted.collectives.get("all_gather")
 
 
-def test_it_sends_nothing_and_later_runs_are_not_looked_at():
-    run_distributed(nothing_in_steady_state, 2)
-
-
 def told_once():
     mesh = shared_mesh(2)
     x = image(mesh)
@@ -273,14 +265,11 @@ def test_what_was_told_is_not_told_again():
     assert a == b
 
 
-def under_a_mode():
+@on_ranks(2)
+def test_modes_of_the_program_do_not_see_it():
     mesh = shared_mesh(2)
     x = image(mesh)
     with Copied() as copied:
         x + torch.ones(8, 6)
     assert copied.order.count("aten::add") == 1
     assert not {"aten::sum", "aten::arange", "aten::mul"} & set(copied.order), copied.order
-
-
-def test_modes_of_the_program_do_not_see_it():
-    run_distributed(under_a_mode, 2)

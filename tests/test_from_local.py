@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import math
 import pickle
 import warnings
 
 import pytest
 import torch
 import torch.distributed as dist
+from on_ranks import on_ranks
 from seeded import seeded
 from torch import nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
@@ -24,14 +24,15 @@ from torch.distributed.tensor.parallel import (
 
 from shardtensor import ShardTensor, UnsupportedSharding
 from shardtensor.layout.caches import forget
-from shardtensor.testing import assert_matches_unsharded, count_communication, run_distributed, shard, shared_mesh
+from shardtensor.testing import assert_matches_unsharded, count_communication, shard, shared_mesh
 
 
 def local_of(n, seed=0):
     return torch.randn(n, 4, dtype=torch.float64, generator=seeded(seed))
 
 
-def infers():
+@on_ranks(3)
+def test_sizes_are_inferred_with_one_small_all_gather():
     mesh = shared_mesh(3)
     rank = dist.get_rank()
     for sizes in ((5, 2, 1), (0, 8, 0), (3, 3, 2)):
@@ -44,11 +45,8 @@ def infers():
     assert x.shard_sizes == {1: (1, 0, 7)} and x.placements == (Replicate(), Shard(0))
 
 
-def test_sizes_are_inferred_with_one_small_all_gather():
-    run_distributed(infers, 3)
-
-
-def infers_on_a_grid():
+@on_ranks(4)
+def test_sizes_are_inferred_on_two_mesh_dims():
     grid = shared_mesh((2, 2))
     i, j = grid.get_coordinate()
     rows, columns = (5, 2), (0, 3)
@@ -59,11 +57,8 @@ def infers_on_a_grid():
     assert torch.equal(x.full_tensor(), whole)
 
 
-def test_sizes_are_inferred_on_two_mesh_dims():
-    run_distributed(infers_on_a_grid, 4)
-
-
-def given_sizes_cost_nothing():
+@on_ranks(3)
+def test_given_sizes_cost_no_communication():
     mesh = shared_mesh(3)
     rank = dist.get_rank()
     with count_communication() as counted:
@@ -79,11 +74,8 @@ def given_sizes_cost_nothing():
     assert local.untyped_storage().data_ptr() == x._local_tensor.untyped_storage().data_ptr()
 
 
-def test_given_sizes_cost_no_communication():
-    run_distributed(given_sizes_cost_nothing, 3)
-
-
-def gradients():
+@on_ranks(2)
+def test_gradients_return_to_the_local_tensor():
     """The gradient of from_local's argument is this rank's part of the whole gradient, however it arrives."""
     mesh = shared_mesh(2)
     rank = dist.get_rank()
@@ -109,11 +101,8 @@ def gradients():
         torch.testing.assert_close(local.grad, weight[mine], rtol=1e-12, atol=1e-12, msg=route)
 
 
-def test_gradients_return_to_the_local_tensor():
-    run_distributed(gradients, 2)
-
-
-def gradient_placements():
+@on_ranks(2)
+def test_grad_placements_say_how_gradients_lie():
     """Every rank uses its copy for work of its own: the gradients are summands."""
     mesh = shared_mesh(2)
     rank = dist.get_rank()
@@ -139,11 +128,8 @@ def gradient_placements():
         x.to_local(grad_placements=[Shard(1)])
 
 
-def test_grad_placements_say_how_gradients_lie():
-    run_distributed(gradient_placements, 2)
-
-
-def partial_and_whole():
+@on_ranks(2)
+def test_summands_copies_and_defaults():
     mesh = shared_mesh(2)
     rank = dist.get_rank()
     local = torch.full((3,), float(rank + 1), requires_grad=True)
@@ -160,11 +146,8 @@ def partial_and_whole():
     assert x.shape == (1, 2, 6, 4) and x.is_contiguous(memory_format=torch.channels_last)
 
 
-def test_summands_copies_and_defaults():
-    run_distributed(partial_and_whole, 2)
-
-
-def dtensors():
+@on_ranks(2)
+def test_dtensors_become_shardtensors():
     """To ShardTensor and back into arithmetic, with gradients on both sides."""
     mesh = shared_mesh(2)
     whole = torch.randn(7, 4, dtype=torch.float64, generator=seeded(0))
@@ -187,11 +170,8 @@ def dtensors():
             torch.testing.assert_close(y.grad.full_tensor(), whole)
 
 
-def test_dtensors_become_shardtensors():
-    run_distributed(dtensors, 2)
-
-
-def mixed_dtensors():
+@on_ranks(2)
+def test_dtensors_and_shardtensors_mix():
     mesh = shared_mesh(2)
     whole = torch.randn(8, 4, dtype=torch.float64, generator=seeded(0))
     other = torch.randn(4, dtype=torch.float64, generator=seeded(1))
@@ -206,11 +186,8 @@ def mixed_dtensors():
         torch.testing.assert_close(x.grad.full_tensor(), other.expand(8, 4))
 
 
-def test_dtensors_and_shardtensors_mix():
-    run_distributed(mixed_dtensors, 2)
-
-
-def whole_with_any_strides():
+@on_ranks(2)
+def test_whole_tensors_have_their_own_strides():
     """What is whole keeps its memory format, so that reshapes copy where a view is not possible; so do gradients."""
     local = torch.arange(12.0).view(3, 4).t().requires_grad_()
     x = ShardTensor.from_local(local, shared_mesh(2), (Replicate(),))
@@ -219,10 +196,6 @@ def whole_with_any_strides():
     grad = ShardTensor.from_local(torch.ones(3, 4).t(), shared_mesh(2), (Replicate(),))
     (back,) = torch.autograd.grad(x.view(4, 3) * 2, local, grad)
     assert torch.equal(back, torch.full((4, 3), 2.0))
-
-
-def test_whole_tensors_have_their_own_strides():
-    run_distributed(whole_with_any_strides, 2)
 
 
 # -- the global tensor in place of a shard -----------------------------------------------------------------------------
@@ -265,7 +238,8 @@ OWN = {
 }
 
 
-def full_images():
+@on_ranks(2)
+def test_a_global_tensor_in_place_of_a_shard_is_a_warning_on_every_rank():
     mesh = shared_mesh(2)
     forget()
     for name, make in GLOBAL.items():
@@ -285,11 +259,8 @@ def full_images():
         assert warned_of(whole_image, mesh, (Shard(2),), shard_sizes="even") == 1
 
 
-def test_a_global_tensor_in_place_of_a_shard_is_a_warning_on_every_rank():
-    run_distributed(full_images, 2)
-
-
-def on_a_grid():
+@on_ranks(4)
+def test_copies_along_one_of_two_mesh_dims():
     grid = shared_mesh((2, 2))
     forget()
     assert warned_of(whole_image, grid, (Shard(0), Shard(2))) == 2
@@ -297,10 +268,6 @@ def on_a_grid():
     assert warned_of(lambda mesh: whole_image(mesh) + grid.get_coordinate()[1], grid, (Replicate(), Shard(2))) == 0
     # One of four has its own shard.
     assert warned_of(lambda mesh: whole_image(mesh) + (dist.get_rank() == 3), grid, (Shard(0), Shard(2))) == 0
-
-
-def test_copies_along_one_of_two_mesh_dims():
-    run_distributed(on_a_grid, 4)
 
 
 # -- torch's own from_local -------------------------------------------------------------------------------------------
@@ -341,7 +308,17 @@ def sequence_parallel(x, placements):
     return module(x)
 
 
-def by_torch(shape, sizes):
+@pytest.mark.parametrize(
+    ("shape", "sizes"),
+    [
+        ((2,), [(6, 2)]),
+        pytest.param((3,), [(7, 0, 1)], marks=pytest.mark.slow),
+        pytest.param((2, 2), [(0, 8), (1, 2)], marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+@on_ranks("shape")
+def test_what_torch_makes_of_local_results_has_their_sizes(shape, sizes):
     placements = [Shard(m) for m in range(len(sizes))]
     functions = [mapped, converted, prepared, sequence_parallel] if len(shape) == 1 else [mapped, converted]
     for f in functions:
@@ -354,20 +331,8 @@ def by_torch(shape, sizes):
         )
 
 
-@pytest.mark.parametrize(
-    ("shape", "sizes"),
-    [
-        ((2,), [(6, 2)]),
-        pytest.param((3,), [(7, 0, 1)], marks=pytest.mark.slow),
-        pytest.param((2, 2), [(0, 8), (1, 2)], marks=pytest.mark.slow),
-    ],
-    ids=str,
-)
-def test_what_torch_makes_of_local_results_has_their_sizes(shape, sizes):
-    run_distributed(by_torch, math.prod(shape), shape, sizes)
-
-
-def along_one_axis():
+@on_ranks(4)
+def test_sizes_of_local_results_are_compared_along_uneven_axes_only():
     """Sizes are compared along an axis along which a tensor is sharded unevenly, whatever mesh it is of."""
     mesh = shared_mesh((2, 2), ("dp", "domain"))
     rows = torch.ones(2, 3)
@@ -394,11 +359,9 @@ def along_one_axis():
         made(x.to_local(), mesh["domain"], Shard(0), grad_placements=[Shard(0)])
 
 
-def test_sizes_of_local_results_are_compared_along_uneven_axes_only():
-    run_distributed(along_one_axis, 4)
-
-
-def in_a_graph():
+@pytest.mark.slow
+@on_ranks(2)
+def test_local_results_in_compiled_functions():
     mesh = shared_mesh(2)
     whole = torch.arange(16.0).view(8, 2)
     x = shard(whole, mesh, [Shard(0)], {0: (6, 2)})
@@ -406,12 +369,8 @@ def in_a_graph():
     assert torch.equal(function(x.to_local()).full_tensor(), whole.sin() + 1)
 
 
-@pytest.mark.slow
-def test_local_results_in_compiled_functions():
-    run_distributed(in_a_graph, 2)
-
-
-def of_the_placements_of_another():
+@on_ranks(3)
+def test_placements_remember_the_sizes_of_a_shape():
     mesh = shared_mesh(3)
     x = shard(torch.arange(24.0).reshape(8, 3), mesh, [Shard(0)], {0: (5, 0, 3)})
     placements = pickle.loads(pickle.dumps(x.placements))
@@ -424,11 +383,9 @@ def of_the_placements_of_another():
     assert z.shard_sizes == {0: (2, 0, 1)}  # of other sizes, which are asked for
 
 
-def test_placements_remember_the_sizes_of_a_shape():
-    run_distributed(of_the_placements_of_another, 3)
-
-
-def of_the_host():
+@pytest.mark.on_device
+@on_ranks(2)
+def test_tensors_of_the_host_come_to_the_meshs_device():
     mesh = shared_mesh(2)
     local = torch.full((5 - 2 * mesh.get_local_rank(), 3), 2.0, device="cpu", requires_grad=True)
     for x in (
@@ -442,18 +399,10 @@ def of_the_host():
     assert loud.device.type == mesh.device_type and float(loud.sum()) == 3
 
 
-@pytest.mark.on_device
-def test_tensors_of_the_host_come_to_the_meshs_device():
-    run_distributed(of_the_host, 2)
-
-
-def from_an_offloaded_dtensor():
+@on_ranks(2)
+def test_a_dtensor_comes_to_its_mesh(emulated):
     mesh = shared_mesh(2)
     weight = distribute_tensor(torch.arange(6.0), mesh, [Shard(0)])
     x = ShardTensor.from_dtensor(weight.cpu())
     assert x.device.type == x.to_local().device.type == mesh.device_type
     assert torch.equal(x.full_tensor().cpu(), torch.arange(6.0, device="cpu"))
-
-
-def test_a_dtensor_comes_to_its_mesh(emulated):
-    run_distributed(from_an_offloaded_dtensor, 2)

@@ -6,12 +6,13 @@ import copy
 
 import pytest
 import torch
+from on_ranks import on_ranks
 from seeded import seeded
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from shardtensor import ShardTensor
-from shardtensor.testing import assert_matches_unsharded, run_distributed, shard, shared_mesh
+from shardtensor.testing import assert_matches_unsharded, shard, shared_mesh
 
 
 class Projected(torch.autograd.Function):
@@ -108,7 +109,11 @@ def into_plain(x, w, b):
     return Into.apply(out, x * x, w).sin()
 
 
-def compare(ranks, dim, sizes):
+@pytest.mark.parametrize(
+    ("ranks", "dim", "sizes"), [(2, 1, (5, 2)), (2, 1, (0, 7)), (2, 2, (1, 3)), (3, 1, (0, 3, 4)), (3, 0, (1, 0, 1))]
+)
+@on_ranks("ranks")
+def test_gradients_of_plain_weights(ranks, dim, sizes):
     torch.manual_seed(0)
     x = torch.randn(2, 7, 4, dtype=torch.float64)
     for program in (once, of_other_values, apart, penalized, into_a_view, into_plain):
@@ -116,14 +121,9 @@ def compare(ranks, dim, sizes):
         assert_matches_unsharded(Network(program), x, **options)
 
 
-@pytest.mark.parametrize(
-    ("ranks", "dim", "sizes"), [(2, 1, (5, 2)), (2, 1, (0, 7)), (2, 2, (1, 3)), (3, 1, (0, 3, 4)), (3, 0, (1, 0, 1))]
-)
-def test_gradients_of_plain_weights(ranks, dim, sizes):
-    run_distributed(compare, ranks, ranks, dim, sizes)
-
-
-def train(ranks, sizes):
+@pytest.mark.parametrize(("ranks", "sizes"), [(2, (5, 2)), (3, (0, 3, 4))])
+@on_ranks("ranks")
+def test_optimizers_step(ranks, sizes):
     torch.manual_seed(0)
     value = torch.randn(2, 7, 4, dtype=torch.float64)
     network = Network(of_other_values)
@@ -140,12 +140,8 @@ def train(ranks, sizes):
         torch.testing.assert_close(p, q, rtol=1e-12, atol=0)
 
 
-@pytest.mark.parametrize(("ranks", "sizes"), [(2, (5, 2)), (3, (0, 3, 4))])
-def test_optimizers_step(ranks, sizes):
-    run_distributed(train, ranks, ranks, sizes)
-
-
-def of_dtensors():
+@on_ranks(2)
+def test_gradients_of_dtensors():
     """Those of DTensors are DTensors."""
     torch.manual_seed(0)
     value, mesh = torch.randn(2, 7, 4, dtype=torch.float64), shared_mesh(2)
@@ -159,7 +155,3 @@ def of_dtensors():
             assert type(p.grad) is DTensor
             torch.testing.assert_close(p.grad.full_tensor(), q.grad, rtol=1e-12, atol=1e-12)
     assert type(x.grad) is ShardTensor
-
-
-def test_gradients_of_dtensors():
-    run_distributed(of_dtensors, 2)

@@ -9,6 +9,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.nn.functional as F
+from on_ranks import on_ranks
 from torch import nn
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -39,7 +40,9 @@ def network():
     return nn.Sequential(*layers, nn.Conv2d(4, 4, 3, padding=1)).double()
 
 
-def gradients(reentrant):
+@pytest.mark.parametrize("reentrant", [None, False, True], ids=["plain", "checkpoint", "reentrant"])
+@on_ranks(2)
+def test_activation_checkpointing_recomputes_on_shards(reentrant):
     whole, x = image()
     model = network()
     y = model(x) if reentrant is None else checkpoint(model, x, use_reentrant=reentrant)
@@ -54,12 +57,8 @@ def gradients(reentrant):
         torch.testing.assert_close(p.grad, q.grad, rtol=1e-10, atol=1e-12)
 
 
-@pytest.mark.parametrize("reentrant", [None, False, True], ids=["plain", "checkpoint", "reentrant"])
-def test_activation_checkpointing_recomputes_on_shards(reentrant):
-    run_distributed(gradients, 2, reentrant)
-
-
-def autograd_grad():
+@on_ranks(2)
+def test_autograd_grad_and_backward_take_plain_and_sharded_seeds():
     whole, x = image()
     seed, local_seed = torch.randn_like(whole), None
     (plain,) = torch.autograd.grad(x.square(), x, seed)
@@ -77,11 +76,8 @@ def autograd_grad():
     torch.testing.assert_close(x.grad.full_tensor(), 2 * whole * seed, rtol=1e-12, atol=1e-12)
 
 
-def test_autograd_grad_and_backward_take_plain_and_sharded_seeds():
-    run_distributed(autograd_grad, 2)
-
-
-def hooks():
+@on_ranks(2)
+def test_hooks_and_retained_gradients():
     whole, x = image()
     seen = []
     y = x * 2
@@ -90,10 +86,6 @@ def hooks():
     y.square().sum().backward()
     assert seen == [whole.shape]
     torch.testing.assert_close(y.grad.full_tensor(), 4 * whole)
-
-
-def test_hooks_and_retained_gradients():
-    run_distributed(hooks, 2)
 
 
 def bad(how):
@@ -120,7 +112,8 @@ def test_errors(how, text):
             raise error
 
 
-def check_second_derivatives():
+@on_ranks(2)
+def test_second_derivatives():
     torch.manual_seed(0)
     x = torch.randn(4, 6, dtype=torch.float64)
 
@@ -156,11 +149,10 @@ def check_second_derivatives():
     assert not failures, "\n".join(failures)
 
 
-def test_second_derivatives():
-    run_distributed(check_second_derivatives, 2)
-
-
-def check_derivatives_with_weights(order):
+@pytest.mark.parametrize("order", [2, 3])
+@on_ranks(2)
+def test_derivatives_with_weights(order):
+    """Whose sums over the ranks are differentiated, too, on ranks with nothing to sum as well."""
     torch.manual_seed(0)
     image, rows = torch.randn(2, 3, 6, 4, dtype=torch.float64), torch.randn(6, 4, dtype=torch.float64)
     kernel, weight = torch.randn(3, 2, 3, 3, dtype=torch.float64), torch.randn(5, 4, dtype=torch.float64)
@@ -191,13 +183,9 @@ def check_derivatives_with_weights(order):
             )
 
 
-@pytest.mark.parametrize("order", [2, 3])
-def test_derivatives_with_weights(order):
-    """Whose sums over the ranks are differentiated, too, on ranks with nothing to sum as well."""
-    run_distributed(check_derivatives_with_weights, 2, order)
-
-
-def check_absent_second_derivatives():
+@on_ranks(2)
+def test_what_second_derivatives_do_not_depend_on_has_none():
+    """An optimizer changes a parameter whose gradient is zero, by weight decay or momentum, and not one without."""
     torch.manual_seed(0)
     image, rows, scale = (torch.randn(s, dtype=torch.float64) for s in ((2, 4, 6, 3), (6, 4), (2, 4)))
     kernel, weight = torch.randn(4, 4, 3, 3, dtype=torch.float64), torch.randn(4, 4, dtype=torch.float64)
@@ -246,12 +234,8 @@ def check_absent_second_derivatives():
     assert not failures, "\n".join(failures)
 
 
-def test_what_second_derivatives_do_not_depend_on_has_none():
-    """An optimizer changes a parameter whose gradient is zero, by weight decay or momentum, and not one without."""
-    run_distributed(check_absent_second_derivatives, 2)
-
-
-def check_zeros_without_memory():
+@on_ranks(2)
+def test_zeros_that_have_no_memory_are_added_to_gradients():
     """The second derivative of abs() is zeros that torch keeps no memory for; other gradients are added to them."""
     cases = {
         "abs": (lambda x: x.abs().pow(3), torch.float64),
@@ -270,10 +254,6 @@ def check_zeros_without_memory():
             found.append((first.detach(), second))
         for expected, ours in zip(*found):
             torch.testing.assert_close(ours.full_tensor(), expected, rtol=1e-10, atol=1e-10)
-
-
-def test_zeros_that_have_no_memory_are_added_to_gradients():
-    run_distributed(check_zeros_without_memory, 2)
 
 
 def second_derivative(case):
@@ -351,14 +331,11 @@ def test_sums_of_parameters_and_of_statistics_are_one_message(layer):
         assert events.count("start") == 1
 
 
-def accumulated() -> None:
+@on_ranks(2)
+def test_a_leaf_s_gradient_is_added_to_and_scaled_in_place():
+    """That of a sum is one number expanded, which torch would keep as it is where the strides look contiguous."""
     _, x = image()
     for _ in range(2):
         x.sum().backward()
     x.grad.mul_(3)
     assert torch.equal(x.grad.full_tensor(), torch.full(x.shape, 6.0, dtype=x.dtype))
-
-
-def test_a_leaf_s_gradient_is_added_to_and_scaled_in_place():
-    """That of a sum is one number expanded, which torch would keep as it is where the strides look contiguous."""
-    run_distributed(accumulated, 2)

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 import torch.distributed as dist
+from on_ranks import on_ranks
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardtensor import scatter_tensor
@@ -90,7 +91,9 @@ def test_groups_of_other_threads_have_torchs_names():
     assert ours[0] == theirs[0][0] and ours[0] not in (ours[1], theirs[0][1])
 
 
-def scattered() -> None:
+@pytest.mark.on_device
+@on_ranks(4)
+def test_scatter_over_a_mesh_whose_ranks_are_in_different_numbers_of_groups():
     planes = shared_mesh((2, 2, 1), ("data", "domain", "one"))["domain", "one"]
     forget_groups()
     source = planes.mesh.flatten().tolist()[-1]
@@ -98,8 +101,3 @@ def scattered() -> None:
     with in_more_groups(dist.get_rank()):
         x = scatter_tensor(whole if dist.get_rank() == source else None, planes, source=source)
     assert torch.equal(x.to_local(), whole)
-
-
-@pytest.mark.on_device
-def test_scatter_over_a_mesh_whose_ranks_are_in_different_numbers_of_groups():
-    run_distributed(scattered, 4)

@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from on_ranks import on_ranks
 from operator_sweep import operator_names
 from operator_sweep.cases import cuts, place
 from operator_sweep.transforms import POLICIES, checkpointed
@@ -218,7 +219,8 @@ def test_selective_checkpointing_with_an_empty_shard():
     run_distributed(train_checkpointed, 3, (14, 0, 8), False)
 
 
-def count_first_steps():
+@on_ranks(2)
+def test_counters_and_profiles_of_first_steps():
     """FLOPs, calls in the profile and random numbers of a first step and of a second one."""
     torch.manual_seed(0)
     module = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ConvTranspose2d(4, 3, 2, 2), nn.LayerNorm(14), nn.Linear(14, 5))
@@ -238,10 +240,6 @@ def count_first_steps():
     assert profiles[0] == profiles[2], (profiles[0] - profiles[2], profiles[2] - profiles[0])
 
 
-def test_counters_and_profiles_of_first_steps():
-    run_distributed(count_first_steps, 2)
-
-
 @pytest.mark.parametrize("inference", [False, True])
 def test_modes_are_back_afterwards(inference):
     with torch.inference_mode(inference), torch.autocast("cpu"), Seen() as mode, Called() as functions:
@@ -254,7 +252,9 @@ def test_modes_are_back_afterwards(inference):
     assert functions.calls[-1] == "add"
 
 
-def padded_in_checkpoints(selective):
+@pytest.mark.parametrize("selective", [False, True])
+@on_ranks(3, timeout=60)
+def test_checkpoints_where_some_ranks_save_nothing(selective):
     """The kernel of the rank in the middle pads nothing, and saves nothing."""
     x = torch.arange(6.0, dtype=torch.float64).view(2, 3).requires_grad_()
     weights = torch.linspace(0.5, 1.5, 12, dtype=torch.float64).view(2, 6)
@@ -269,8 +269,3 @@ def padded_in_checkpoints(selective):
     cut = shard(x.detach().clone(), shared_mesh(3), [Shard(1)], {0: (1, 1, 1)}, requires_grad=True)
     (expected,), (found,) = torch.autograd.grad(loss(x), x), torch.autograd.grad(loss(cut), cut)
     torch.testing.assert_close(found.full_tensor(), expected, rtol=1e-10, atol=1e-12)
-
-
-@pytest.mark.parametrize("selective", [False, True])
-def test_checkpoints_where_some_ranks_save_nothing(selective):
-    run_distributed(padded_in_checkpoints, 3, selective, timeout=60)

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from on_ranks import on_ranks
 from torch import nn
 from torch.distributed.tensor import Partial, Replicate, Shard
 
@@ -116,7 +117,9 @@ def test_every_call_that_compares_or_gathers_tells(ask):
 # -- what is left alone ------------------------------------------------------------------------------------------------
 
 
-def alike():
+@pytest.mark.parametrize("ranks", (2, 3))
+@on_ranks("ranks")
+def test_ranks_that_do_the_same_are_left_alone(ranks):
     mesh = shared_mesh(dist.get_world_size())
     x = image(mesh).requires_grad_()
     net = nn.Sequential(nn.Conv2d(8, 8, 3, padding=1), nn.GroupNorm(2, 8), nn.Conv2d(8, 8, 3, stride=2))
@@ -136,11 +139,6 @@ def alike():
     assert counted[0] > 20 and len(set(gathered)) == 1
 
 
-@pytest.mark.parametrize("ranks", (2, 3))
-def test_ranks_that_do_the_same_are_left_alone(ranks):
-    run_distributed(alike, ranks)
-
-
 def after_an_error():
     mesh = shared_mesh(2)
     x = image(mesh)
@@ -154,7 +152,8 @@ def test_what_was_told_is_not_told_again():
     assert a == b
 
 
-def no_message():
+@on_ranks(2)
+def test_it_takes_no_message_of_its_own():
     mesh = shared_mesh(2)
     x = image(mesh)
     conv = nn.Conv2d(8, 8, 3, padding=1)
@@ -167,14 +166,15 @@ def no_message():
     assert dict(counted.collectives) == {"all_gather": 1} and counted.collective_bytes == 32
 
 
-def test_it_takes_no_message_of_its_own():
-    run_distributed(no_message, 2)
-
-
 # -- numbers that are read ---------------------------------------------------------------------------------------------
 
 
-def read(dtype):
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int16, torch.complex128)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@on_ranks(3)
+def test_numbers_of_every_dtype_and_layout(dtype):
     mesh = shared_mesh(3)
     rank = mesh.get_local_rank()
     numbers = torch.tensor([2, 3, 5]).to(dtype)
@@ -192,14 +192,6 @@ def read(dtype):
         local = numbers[owner : owner + sizes[rank]]
         x = ShardTensor.from_local(local, mesh, (Shard(0),), shard_sizes={0: sizes})
         assert x.item() == numbers[owner].item()
-
-
-DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int16, torch.complex128)
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_numbers_of_every_dtype_and_layout(dtype):
-    run_distributed(read, 3, dtype)
 
 
 # -- the text ----------------------------------------------------------------------------------------------------------

@@ -5,20 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+from on_ranks import on_ranks
 from seeded import seeded
 from torch import nn
 from torch.distributed.tensor import Partial, Replicate, Shard
 
 import shardtensor
 from shardtensor import UnsupportedSharding, scatter_tensor
-from shardtensor.testing import (
-    assert_matches_unsharded,
-    count_communication,
-    run_distributed,
-    run_expecting_errors,
-    shard,
-    shared_mesh,
-)
+from shardtensor.testing import assert_matches_unsharded, count_communication, run_expecting_errors, shard, shared_mesh
 
 
 def numbers(*shape, seed=0):
@@ -96,7 +90,9 @@ CASES = {
 MAY_BE_REFUSED = {"view that merges the dim before the sharded"}
 
 
-def right(name):
+@pytest.mark.parametrize("name", list(CASES))
+@on_ranks(2)
+def test_never_again(name):
     function, shapes, dim, cuts = CASES[name]
     if getattr(function, "__code__", None) and not function.__code__.co_argcount:
         function = module(function)
@@ -117,12 +113,8 @@ def right(name):
                 raise
 
 
-@pytest.mark.parametrize("name", list(CASES))
-def test_never_again(name):
-    run_distributed(right, 2, name)
-
-
-def one_row_on_each_of_four():
+@on_ranks(4)
+def test_shards_smaller_than_the_halo():
     for make in (lambda: nn.Conv2d(2, 3, 3, padding=1), lambda: nn.Conv2d(2, 3, 5, padding=2, stride=2)):
         assert_matches_unsharded(
             module(make), numbers(1, 2, 4, 5), mesh_shape=4, placements=[Shard(2)], shard_sizes={0: (1, 1, 1, 1)}
@@ -132,11 +124,9 @@ def one_row_on_each_of_four():
         )
 
 
-def test_shards_smaller_than_the_halo():
-    run_distributed(one_row_on_each_of_four, 4)
-
-
-def scalars_are_whole():
+@on_ranks(2)
+def test_python_numbers_are_those_of_the_whole_tensor():
+    """Not of a rank's own part."""
     whole = numbers(8, 3)
     for sizes in UNEVEN + EVEN:
         x = shard(whole, shared_mesh(2), [Shard(0)], {0: sizes})
@@ -145,12 +135,8 @@ def scalars_are_whole():
         assert bool((x > whole.max() - 1e-9).any()) and not bool((x > 0).all())
 
 
-def test_python_numbers_are_those_of_the_whole_tensor():
-    """Not of a rank's own part."""
-    run_distributed(scalars_are_whole, 2)
-
-
-def different_cuts():
+@on_ranks(2)
+def test_operands_cut_differently_are_not_broadcast():
     a, b = numbers(8, 3), numbers(8, 3, seed=1)
     x = shard(a, shared_mesh(2), [Shard(0)], {0: (7, 1)})
     y = shard(b, shared_mesh(2), [Shard(0)], {0: (1, 7)})
@@ -158,11 +144,8 @@ def different_cuts():
     torch.testing.assert_close((y * x).full_tensor(), a * b)
 
 
-def test_operands_cut_differently_are_not_broadcast():
-    run_distributed(different_cuts, 2)
-
-
-def no_double_padding():
+@on_ranks(1)
+def test_a_world_of_one_pads_as_asked():
     """Padding other than half the kernel, on a world of one and more."""
     for ranks, sizes in ((1, (8,)),):
         for padding in (0, 1, 2, 3):
@@ -175,11 +158,8 @@ def no_double_padding():
             )
 
 
-def test_a_world_of_one_pads_as_asked():
-    run_distributed(no_double_padding, 1)
-
-
-def second_derivatives():
+@on_ranks(2)
+def test_double_backward_does_not_drop_terms():
     """Right, or an error: never a dropped gradient."""
     x = shard(numbers(8, 3), shared_mesh(2), [Shard(0)], {0: (5, 3)}, requires_grad=True)
     w = numbers(3, 3, seed=1).requires_grad_()
@@ -204,22 +184,16 @@ def second_derivatives():
         torch.testing.assert_close(second.full_tensor(), expected, rtol=1e-10, atol=1e-12)
 
 
-def test_double_backward_does_not_drop_terms():
-    run_distributed(second_derivatives, 2)
-
-
-def scattered():
+@on_ranks(2)
+def test_scatter_of_a_strided_source_is_not_scrambled():
     whole = numbers(6, 8).t()  # not contiguous
     rank = torch.distributed.get_rank()
     x = scatter_tensor(whole if rank == 0 else None, shared_mesh(2), (Shard(0),), shard_sizes={0: (5, 3)})
     assert torch.equal(x.full_tensor(), whole)
 
 
-def test_scatter_of_a_strided_source_is_not_scrambled():
-    run_distributed(scattered, 2)
-
-
-def convolution_is_labelled_as_sharded():
+@on_ranks(2)
+def test_a_convolution_of_a_shard_is_no_replica():
     x = shard(numbers(1, 2, 8, 5), shared_mesh(2), [Shard(2)], {0: (4, 4)})
     for function in (
         lambda: F.conv2d(x, numbers(3, 2, 1, 1, seed=1)),
@@ -229,11 +203,8 @@ def convolution_is_labelled_as_sharded():
         assert function().shape == (1, 3, 8, 5)
 
 
-def test_a_convolution_of_a_shard_is_no_replica():
-    run_distributed(convolution_is_labelled_as_sharded, 2)
-
-
-def nothing_is_gathered():
+@on_ranks(2)
+def test_activations_are_not_gathered():
     """Pooling, norms and softmax send what they must, not the activation."""
     x = shard(numbers(1, 4, 64, 64), shared_mesh(2), [Shard(2)], {0: (40, 24)}, requires_grad=True)
     for function in (
@@ -247,10 +218,6 @@ def nothing_is_gathered():
         with count_communication() as counted:
             function(x).sum().backward()
         assert counted.bytes_sent + counted.collective_bytes < x.to_local().numel() * 8 / 4
-
-
-def test_activations_are_not_gathered():
-    run_distributed(nothing_is_gathered, 2)
 
 
 def permuting_view():
@@ -267,14 +234,11 @@ def test_a_view_that_would_permute_is_refused_or_right():
     assert whole.shape == (2, 24)
 
 
-def partial_labels():
+@on_ranks(2)
+def test_partial_results_are_reduced_where_their_value_counts():
     """Who makes a Partial says so, and who needs the value gets it."""
     x = shard(numbers(8, 3), shared_mesh(2), [Shard(0)], {0: (7, 1)})
     assert x.mean().placements == (Partial(),)
     assert x.sum(0).exp().placements == (Replicate(),)
     torch.testing.assert_close(x.sum(0).exp().full_tensor(), numbers(8, 3).sum(0).exp())
     assert not shardtensor.context.gather_allowed()
-
-
-def test_partial_results_are_reduced_where_their_value_counts():
-    run_distributed(partial_labels, 2)

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from on_ranks import on_ranks
 from spatial_cases import data
 from torch import nn
 from torch.distributed.tensor import Shard
@@ -160,7 +161,10 @@ def chosen(x, whole):
     return x * table.t()
 
 
-def networks(ranks):
+@pytest.mark.not_emulated("one of them has a sparse matrix, which that device has no products for")
+@pytest.mark.parametrize("ranks", [2, 3])
+@on_ranks("ranks", timeout=300)
+def test_networks_that_make_tensors(ranks):
     torch.manual_seed(0)
     image, tokens = data(2, 4, 9, 8), data(2, 7, 3)
     cuts = {2: ({0: (4, 5)}, {0: (0, 7)}), 3: ({0: (2, 0, 7)}, {0: (3, 0, 4)})}[ranks]
@@ -177,12 +181,6 @@ def networks(ranks):
     for function, dim in ((views, 2), (rolled, 1), (rolled, 2), (filled, 2)):
         assert_matches_unsharded(function, data(2, 4, 7), mesh_shape=ranks, placements=[Shard(dim)])
     assert_matches_unsharded(chosen, data(2, 4, 7), data(7, 4), mesh_shape=ranks, placements=[[Shard(2)], None])
-
-
-@pytest.mark.not_emulated("one of them has a sparse matrix, which that device has no products for")
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_networks_that_make_tensors(ranks):
-    run_distributed(networks, ranks, ranks, timeout=300)
 
 
 def layouts():
@@ -221,7 +219,8 @@ def test_the_first_value_decides_the_layout_and_nothing_is_gathered():
         assert collectives == {"all_reduce": 1}
 
 
-def on_two_axes():
+@on_ranks(4)
+def test_a_value_that_is_sharded_on_two_mesh_dims_decides_both():
     mesh = shared_mesh((2, 2))
     whole, labels = data(2, 8, 7), (data(2, 1, 8, 7) > 0).long()
     x = shard(whole, mesh, [Shard(1), Shard(2)], {0: (5, 3), 1: (1, 6)})
@@ -238,11 +237,8 @@ def on_two_axes():
     assert torch.equal(one_hot.full_tensor(), torch.zeros(2, 2, 8, 7).scatter_(1, labels, 1.0))
 
 
-def test_a_value_that_is_sharded_on_two_mesh_dims_decides_both():
-    run_distributed(on_two_axes, 4)
-
-
-def recomputed():
+@on_ranks(2)
+def test_activation_checkpointing_recomputes_them():
     torch.manual_seed(0)
     layer = SpectralConvolution(4)
     x = shard(data(2, 4, 9, 8), shared_mesh(2), [Shard(2)], {0: (4, 5)}, requires_grad=True)
@@ -254,11 +250,8 @@ def recomputed():
     torch.testing.assert_close(x.grad.full_tensor(), expected[1])
 
 
-def test_activation_checkpointing_recomputes_them():
-    run_distributed(recomputed, 2)
-
-
-def several_views():
+@on_ranks(2)
+def test_all_views_see_what_is_written_to_one():
     whole = data(2, 3, 8)
     x = shard(whole, shared_mesh(2), [Shard(2)], {0: (5, 3)})
     for mode in (torch.no_grad, torch.inference_mode):
@@ -278,10 +271,6 @@ def several_views():
     kept = out.detach()
     out.mul_(leaf).add_(leaf)
     assert torch.equal(kept.full_tensor(), whole) and out.requires_grad and not kept.requires_grad
-
-
-def test_all_views_see_what_is_written_to_one():
-    run_distributed(several_views, 2)
 
 
 def shared(case):

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from halves import half_of, in_halves
+from on_ranks import on_ranks
 from seeded import seeded
 from torch.distributed.tensor import Shard
 
@@ -199,18 +200,16 @@ def formats_of(functions, shape, sizes, dim):
     assert not lost, lost
 
 
-def formats_of_all(sizes):
+@pytest.mark.parametrize("sizes", [(6, 2), (0, 8)], ids=str)
+@on_ranks(2)
+def test_channels_last_results_and_gradients_stay_so(sizes):
     formats_of(IMAGES, (1, 4, 8, 6), sizes, 2)
     formats_of(IMAGES, (2, 4, 8, 6), sizes, 2)
     formats_of(VOLUMES, (1, 3, 8, 4, 4), sizes, 2)
 
 
-@pytest.mark.parametrize("sizes", [(6, 2), (0, 8)], ids=str)
-def test_channels_last_results_and_gradients_stay_so(sizes):
-    run_distributed(formats_of_all, 2, sizes)
-
-
-def likelihoods():
+@on_ranks(2)
+def test_likelihoods_of_channels_last_logarithms():
     """The gradient's kernel refuses channels-last logarithms; of shards, one may say so and the other not."""
     target = torch.randint(0, 3, (2, 4, 2), generator=seeded(0))
     for loss in (F.nll_loss, F.cross_entropy):
@@ -225,11 +224,8 @@ def likelihoods():
             torch.testing.assert_close(found.full_tensor(), expected, rtol=1e-10, atol=1e-12)
 
 
-def test_likelihoods_of_channels_last_logarithms():
-    run_distributed(likelihoods, 2)
-
-
-def empty_and_short_shards():
+@on_ranks(2)
+def test_empty_and_short_shards_are_channels_last_too():
     """Every rank's part of a channels-last tensor says so, also one that is empty or has one row."""
     mesh = shared_mesh(2)
     for sizes in ((0, 8), (8, 0), (1, 7)):
@@ -240,10 +236,6 @@ def empty_and_short_shards():
         for t in (x, moved, x.relu(), x.redistribute(shard_sizes="even")):
             assert t.stride() == (192, 1, 24, 4), (sizes, t.stride())
             assert not t.to_local().numel() or t.to_local().is_contiguous(memory_format=torch.channels_last)
-
-
-def test_empty_and_short_shards_are_channels_last_too():
-    run_distributed(empty_and_short_shards, 2)
 
 
 def strides_of_a_local_view():

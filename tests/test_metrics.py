@@ -6,6 +6,7 @@ import warnings
 
 import pytest
 import torch
+from on_ranks import on_ranks
 from seeded import seeded
 from torch.distributed.tensor import Shard
 
@@ -85,15 +86,12 @@ def test_a_synchronization_that_counts_ranks_is_warned_of():
             assert "sync_on_compute=False" in text and 'process_group=mesh["dp"].get_group()' in text
 
 
-def of_two_domains():
+@pytest.mark.slow
+@on_ranks(4)
+def test_the_group_of_the_data_axis_adds_the_domains():
     mesh = shared_mesh((2, 2), ("dp", "domain"))
     for name in ("SumMetric", "ConfusionMatrix", "StatScores"):
         cut = lambda t: shard(t, mesh["domain"], [Shard(0)], {0: (8, 0)})  # noqa: E731
         value, warned = computed(name, cut, process_group=mesh["dp"].get_group())
         torch.testing.assert_close(value, 2 * computed(name, lambda t: t, sync_on_compute=False)[0])
         assert not warned, name
-
-
-@pytest.mark.slow
-def test_the_group_of_the_data_axis_adds_the_domains():
-    run_distributed(of_two_domains, 4)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from on_ranks import on_ranks
 from seeded import seeded
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
@@ -97,7 +98,8 @@ def test_values_on_a_device():
     run_distributed(check_values, 2, 2, True, timeout=180)
 
 
-def check_on_two_dims():
+@on_ranks(4)
+def test_on_a_mesh_of_two_dims():
     mesh = shared_mesh((2, 2))
     points, queries = cloud(33, 2, 0), cloud(17, 2, 1)
     for placements in ([Replicate(), Shard(0)], [Shard(0), Replicate()]):
@@ -109,11 +111,8 @@ def check_on_two_dims():
         assert found[1].placements == tuple(Shard(1) if p.is_shard() else p for p in placements)
 
 
-def test_on_a_mesh_of_two_dims():
-    run_distributed(check_on_two_dims, 4)
-
-
-def check_dtypes():
+@on_ranks(2)
+def test_other_dtypes_and_extreme_coordinates():
     for dtype in (torch.float32, torch.bfloat16):
         points = cloud(97, 3, 0).to(dtype)
         x = shard(points, shared_mesh(2), [Shard(0)], {0: (33, 64)})
@@ -129,11 +128,8 @@ def check_dtypes():
     assert knn(points, points, 3)[1].tolist()[5:] == [[i, 0, 1] for i in range(5, 97)]
 
 
-def test_other_dtypes_and_extreme_coordinates():
-    run_distributed(check_dtypes, 2)
-
-
-def check_dtensors_and_no_queries():
+@on_ranks(2)
+def test_of_dtensors_and_of_no_queries():
     mesh, points = shared_mesh(2), cloud(7, 2, 0)
     x = distribute_tensor(points, mesh, [Shard(0)])  # torch's class
     assert_same(knn(x, x, 3), knn(points, points, 3), shard(points, mesh, [Shard(0)]))
@@ -141,10 +137,6 @@ def check_dtensors_and_no_queries():
     q = shard(none, mesh, [Shard(0)])
     assert_same(knn(x, q, 3), knn(points, none, 3), q)
     assert_same(radius(q, x, 1.0), radius(none, points, 1.0), shard(points, mesh, [Shard(0)]))
-
-
-def test_of_dtensors_and_of_no_queries():
-    run_distributed(check_dtensors_and_no_queries, 2)
 
 
 # -- gradients --------------------------------------------------------------------------------------------------------
@@ -164,7 +156,9 @@ def second_order(points, queries):
     return torch.autograd.grad(values[0] + values[1], (points, queries), create_graph=True)
 
 
-def check_gradients(ranks):
+@pytest.mark.parametrize("ranks", [2, 3, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 4))])
+@on_ranks("ranks", timeout=180)
+def test_gradients_are_those_of_one_process(ranks):
     points, queries = cloud(17, 3, 0), cloud(7, 3, 1)
     for of_points, of_queries in LAYOUTS:
         places = [
@@ -185,11 +179,6 @@ def check_gradients(ranks):
             assert_matches_unsharded(
                 lambda x, function=function: function(x, x * 1.0), points, placements=[Shard(0)], mesh_shape=ranks
             )
-
-
-@pytest.mark.parametrize("ranks", [2, 3, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 4))])
-def test_gradients_are_those_of_one_process(ranks):
-    run_distributed(check_gradients, ranks, ranks, timeout=180)
 
 
 @pytest.mark.parametrize("function", [nearest, within])

@@ -6,6 +6,7 @@ import importlib.util
 
 import pytest
 import torch
+from on_ranks import on_ranks
 from seeded import seeded
 from torch.distributed.tensor import Shard
 
@@ -198,7 +199,9 @@ def layer(x, edge_index, weights):
     return torch.zeros_like(x).index_add(0, edge_index[1], messages)
 
 
-def on_shards(ranks):
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@on_ranks("ranks")
+def test_a_layer_on_the_shards_gives_what_one_process_does(ranks):
     positions, edges = of_neighbors(97, 2, 4)
     x = torch.randn(97, 3, dtype=torch.float64, generator=seeded(0)).requires_grad_()
     weights = torch.randn(edges.shape[1], 1, dtype=torch.float64, generator=seeded(1))
@@ -216,11 +219,6 @@ def on_shards(ranks):
     torch.testing.assert_close(found.back(result.full_tensor()), expected.detach(), rtol=1e-10, atol=1e-12)
     (result**3).sum().backward()
     torch.testing.assert_close(found.back(nodes.grad.full_tensor()), gradient, rtol=1e-10, atol=1e-12)
-
-
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
-def test_a_layer_on_the_shards_gives_what_one_process_does(ranks):
-    run_distributed(on_shards, ranks, ranks)
 
 
 # -- METIS, and what is refused ---------------------------------------------------------------------------------------

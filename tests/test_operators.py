@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from on_ranks import on_ranks
 from seeded import seeded
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
@@ -16,7 +17,7 @@ import shardtensor
 from shardtensor import ShardTensor, UnsupportedSharding
 from shardtensor.extend import Composed, LocalPlan, operator
 from shardtensor.observe._compat import init_fake_process_group
-from shardtensor.testing import assert_matches_unsharded, run_distributed, shard, shared_mesh, simulate_ranks
+from shardtensor.testing import assert_matches_unsharded, shard, shared_mesh, simulate_ranks
 
 
 def scaled(x, other=None, factor=2, *, shift=0):
@@ -184,7 +185,8 @@ def test_an_argument_that_cannot_be_hashed_is_planned_anew():
     on_one_rank(unhashable)
 
 
-def promoted():
+@on_ranks(2)
+def test_operands_are_prepared():
     mesh = shared_mesh(2)
     torch.manual_seed(0)
     x = torch.randn(8, 4, dtype=torch.float64)
@@ -202,10 +204,6 @@ def promoted():
         assert type(plain.grad) is torch.Tensor
         torch.testing.assert_close(plain.grad, 2 * (2 * x + plain.detach()), rtol=1e-12, atol=1e-12)
         assert_matches_unsharded(scaled, x, mesh=mesh, placements=[Shard(0)], shard_sizes={0: (7, 1)})
-
-
-def test_operands_are_prepared():
-    run_distributed(promoted, 2)
 
 
 def test_what_every_spelling_has_is_declared():
@@ -280,14 +278,11 @@ NUMPY_NAMES = {
 }
 
 
-def numpy_names():
+@on_ranks(2)
+def test_numpy_names_of_arguments():
     for function in NUMPY_NAMES.values():
         x = torch.randn(5, 6, dtype=torch.float64, generator=seeded(0))
         assert_matches_unsharded(function, x, mesh_shape=2, placements=[Shard(0)], shard_sizes={0: (4, 1)})
-
-
-def test_numpy_names_of_arguments():
-    run_distributed(numpy_names, 2)
 
 
 NUMBERS_AS_TENSORS = {
@@ -300,7 +295,9 @@ NUMBERS_AS_TENSORS = {
 }
 
 
-def numbers_as_tensors(how):
+@pytest.mark.parametrize("how", NUMBERS_AS_TENSORS)
+@on_ranks(2)
+def test_tensors_of_one_element_are_numbers(how):
     function, x = NUMBERS_AS_TENSORS[how], torch.randn(1, 4, 6, 8, dtype=torch.float64)
     layout = {"placements": [Shard(2)], "shard_sizes": {0: (5, 1)}}
     for number in (1, 1, 2):  # a plan holds for one number only
@@ -310,8 +307,3 @@ def numbers_as_tensors(how):
     one = ShardTensor.from_local(torch.tensor(1), mesh, [Replicate()])
     y = function(shard(x, mesh, *layout.values()), one)
     torch.testing.assert_close(y.full_tensor(), function(x, torch.tensor(1)))
-
-
-@pytest.mark.parametrize("how", NUMBERS_AS_TENSORS)
-def test_tensors_of_one_element_are_numbers(how):
-    run_distributed(numbers_as_tensors, 2, how)

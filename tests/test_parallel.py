@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from on_ranks import on_ranks
 from torch import nn
 from torch.distributed import fsdp
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, ShardingStrategy, fully_shard
@@ -347,16 +348,13 @@ def test_wrappers_that_do_not_take_dtensor_weights(wrapper, shape, text):
         assert isinstance(error, Exception) and any(text in str(error) for text in texts), error
 
 
-def lost_in_ddp():
+@on_ranks(4)
+def test_ddp_by_mesh_loses_dtensor_weights():
+    """Why docs/parallel.md says to keep weights plain for DDP: torch's own way of handling them."""
     mesh = shared_mesh((2, 2), AXES)
     model = PLAIN["DDP over dp's mesh"](on_domain(copy.deepcopy(problem()[0]), mesh), mesh)
     model(inputs(mesh, False)[0])
     assert not list(model.parameters())
-
-
-def test_ddp_by_mesh_loses_dtensor_weights():
-    """Why docs/parallel.md says to keep weights plain for DDP: torch's own way of handling them."""
-    run_distributed(lost_in_ddp, 4)
 
 
 class Normed(nn.Sequential):
@@ -462,7 +460,9 @@ def test_gradients_accumulate_over_micro_batches(how):
     equal_on_all_ranks(run_distributed(accumulation, 4, how))
 
 
-def mixed_precision(spmd):
+@both_ways
+@on_ranks(4)
+def test_mixed_precision(spmd):
     """bfloat16 in the layers, float32 weights; compared with the same in one process, loosely."""
     mesh = shared_mesh((2, 2), AXES)
     model = copy.deepcopy(problem()[0]).float()
@@ -480,24 +480,7 @@ def mixed_precision(spmd):
         assert (grad - q.grad).norm() < 0.05 * q.grad.norm() + 1e-3, name
 
 
-@both_ways
-def test_mixed_precision(spmd):
-    run_distributed(mixed_precision, 4, spmd)
-
-
 # -- what is sent ------------------------------------------------------------------------------------------------------
-
-
-def collectives(expected, **options):
-    mesh = shared_mesh((2, 2), AXES)
-    model = nn.Sequential(nn.Conv2d(2, 4, 3, padding=1), nn.GELU(), nn.Conv2d(4, 2, 3, padding=1)).double()
-    parallelize(model, mesh, **options)
-    x, _ = inputs(mesh, options.get("spmd", False))
-    loss = model(x).square().mean()
-    with count_communication() as counts:
-        loss.backward()
-    # The loss is a number per rank, and no one asks for it. One halo goes back: the input needs no gradient.
-    assert counts.collectives == {"all_to_all": 1, **expected}, counts.collectives
 
 
 @needs_spmd
@@ -510,8 +493,17 @@ def collectives(expected, **options):
     ],
     ids=["plain", "spmd", "spmd, sharded over all"],
 )
+@on_ranks(4)
 def test_reductions_of_weight_gradients(expected, options):
-    run_distributed(collectives, 4, expected, **options)
+    mesh = shared_mesh((2, 2), AXES)
+    model = nn.Sequential(nn.Conv2d(2, 4, 3, padding=1), nn.GELU(), nn.Conv2d(4, 2, 3, padding=1)).double()
+    parallelize(model, mesh, **options)
+    x, _ = inputs(mesh, options.get("spmd", False))
+    loss = model(x).square().mean()
+    with count_communication() as counts:
+        loss.backward()
+    # The loss is a number per rank, and no one asks for it. One halo goes back: the input needs no gradient.
+    assert counts.collectives == {"all_to_all": 1, **expected}, counts.collectives
 
 
 def recorded(events, name, function):
@@ -536,7 +528,9 @@ def product(a, b):
     return "input's gradient" if b.shape == (4, 6) else "weight's gradient"
 
 
-def order_of_events(kind):
+@pytest.mark.parametrize("kind", ["convolution", "linear"])
+@on_ranks(2)
+def test_weight_gradients_are_summed_while_the_inputs_is_computed(kind):
     """Of the reduction and the kernels, in one backward pass."""
     mesh, events = shared_mesh(2), []
     layer = (nn.Conv2d(2, 4, 3, padding=1) if kind == "convolution" else nn.Linear(6, 4)).double()
@@ -554,12 +548,9 @@ def order_of_events(kind):
     assert events == ["weight's gradient", "sum started", "input's gradient", "sum done"]
 
 
-@pytest.mark.parametrize("kind", ["convolution", "linear"])
-def test_weight_gradients_are_summed_while_the_inputs_is_computed(kind):
-    run_distributed(order_of_events, 2, kind)
-
-
-def second_derivatives(dtype):
+@pytest.mark.parametrize("dtype", [torch.float64, torch.complex128], ids=["float64", "complex128"])
+@on_ranks(2)
+def test_second_derivatives_of_linear_layers(dtype):
     """Of squared gradients of input, weight and bias, which go through the sum twice."""
     torch.manual_seed(0)
     whole = torch.randn(2, HEIGHT, 6, dtype=dtype)
@@ -579,11 +570,6 @@ def second_derivatives(dtype):
         found = twice(cut)
     for ours, expected in zip(found, twice(whole.requires_grad_())):
         torch.testing.assert_close(ours, expected, rtol=1e-10, atol=1e-10 * expected.abs().max().item())
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.complex128], ids=["float64", "complex128"])
-def test_second_derivatives_of_linear_layers(dtype):
-    run_distributed(second_derivatives, 2, dtype)
 
 
 # -- equal weights -----------------------------------------------------------------------------------------------------
@@ -624,7 +610,8 @@ def different_seeds():
 SENT = (torch.int16, torch.uint16, torch.uint32, torch.bool, torch.bfloat16, torch.complex64, torch.float8_e4m3fn)
 
 
-def buffers_of_every_dtype():
+@on_ranks(2)
+def test_synchronize_buffers_of_every_dtype():
     """Backends send few dtypes, and none of them tensors in any order of memory."""
     mesh = shared_mesh(2)
     torch.manual_seed(dist.get_rank())
@@ -647,10 +634,6 @@ def buffers_of_every_dtype():
     if dist.get_rank() == 0:
         for name, t in twin.named_buffers():
             assert torch.equal(t.view(torch.uint8), model.get_buffer(name).view(torch.uint8))
-
-
-def test_synchronize_buffers_of_every_dtype():
-    run_distributed(buffers_of_every_dtype, 2)
 
 
 def one_rank_decides():
@@ -784,7 +767,8 @@ def test_layers_after_a_pooling_can_be_cut_over_the_domain():
     equal_on_all_ranks(run_distributed(head_over_the_domain, 4))
 
 
-def domain_and_tensor():
+@on_ranks(4)
+def test_tensor_parallel_inside_a_domain():
     """Both layers cut: all that is sent is the sum of the second one's results, when its bias is added."""
     mesh = shared_mesh((2, 2), ("domain", "tp"))
     torch.manual_seed(0)
@@ -804,10 +788,6 @@ def domain_and_tensor():
     for p, q in zip(model.parameters(), whole.parameters()):
         grad = p.grad.full_tensor() if isinstance(p, DTensor) else p.grad
         torch.testing.assert_close(grad, q.grad, rtol=1e-10, atol=1e-12)
-
-
-def test_tensor_parallel_inside_a_domain():
-    run_distributed(domain_and_tensor, 4)
 
 
 def natural_spelling(how):
@@ -854,7 +834,8 @@ def test_data_domain_and_tensor_parallel_on_one_mesh(spmd):
 # -- the helper --------------------------------------------------------------------------------------------------------
 
 
-def reports():
+@on_ranks(4)
+def test_parallelize_tells_what_it_did():
     mesh = shared_mesh((2, 2), AXES)
     torch.manual_seed(dist.get_rank())
     model = Network()
@@ -877,10 +858,6 @@ def reports():
     assert alone.steps[1:] == ("inputs: ShardTensors on mesh['domain'], (Shard(d))",)
     everything = parallelize(Network(), mesh["domain"], fsdp=("domain",))
     assert everything.steps[1].endswith("sharded over 'domain', copies over no axis")
-
-
-def test_parallelize_tells_what_it_did():
-    run_distributed(reports, 4)
 
 
 def bad(case):

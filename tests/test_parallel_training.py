@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from on_ranks import on_ranks
 from test_parallel import (
     AXES,
     CUTS,
@@ -82,9 +83,12 @@ SENT = {
 }
 
 
-def collectives_in_backward(names):
+@both_ways
+@on_ranks(4)
+def test_collectives_of_a_backward_pass(spmd):
+    """With DTensor weights on the whole mesh all gradients ride in the wrapper's own reduction, in buckets."""
     mesh = shared_mesh((2, 2), AXES)
-    for name, spmd in names:
+    for name in [name for name, of_spmd in SENT if of_spmd == spmd]:
         model = (SPMD if spmd else PLAIN)[name](copy.deepcopy(problem()[0]), mesh)
         x, y = inputs(mesh, spmd)
         for _ in range(2):  # wrappers set themselves up in the first step
@@ -94,13 +98,9 @@ def collectives_in_backward(names):
         assert counts.collectives == SENT[name, spmd], (name, spmd, counts.collectives)
 
 
-@both_ways
-def test_collectives_of_a_backward_pass(spmd):
-    """With DTensor weights on the whole mesh all gradients ride in the wrapper's own reduction, in buckets."""
-    run_distributed(collectives_in_backward, 4, [key for key in SENT if key[1] == spmd])
-
-
-def gathers(reshard):
+@pytest.mark.parametrize("reshard", [False, True], ids=["ZeRO-2", "ZeRO-3"])
+@on_ranks(4)
+def test_zero_2_is_fully_shard_without_resharding(reshard):
     """ZeRO-2 keeps the weights between forward and backward, ZeRO-3 gathers them again."""
     mesh = shared_mesh((2, 2), AXES)
     model = copy.deepcopy(problem()[0])
@@ -115,11 +115,6 @@ def gathers(reshard):
     assert forward.collectives["all_gather"] == 3 + sums
     assert backward.collectives.get("all_gather", 0) == (3 if reshard else 0)
     assert backward.collectives["reduce_scatter"] == 3
-
-
-@pytest.mark.parametrize("reshard", [False, True], ids=["ZeRO-2", "ZeRO-3"])
-def test_zero_2_is_fully_shard_without_resharding(reshard):
-    run_distributed(gathers, 4, reshard)
 
 
 # -- clipping, accumulation, precision ---------------------------------------------------------------------------------
@@ -221,7 +216,9 @@ def test_fsdp1_accumulates_without_sync():
     equal_on_all_ranks(run_distributed(accumulated, 4, "FSDP1 over dp"))
 
 
-def lower_precision(how):
+@pytest.mark.parametrize("how", ["FSDP1", "autocast in DDP"])
+@on_ranks(4)
+def test_mixed_precision(how):
     """bfloat16 in the layers, float32 weights and gradients: within what bfloat16 can tell of float32."""
     mesh = shared_mesh((2, 2), AXES)
     model, (x, y) = copy.deepcopy(problem()[0]).float(), inputs(mesh, False)
@@ -243,11 +240,6 @@ def lower_precision(how):
         for (name, p), q in zip(wrapped.named_parameters(), alone.parameters()):
             assert p.grad.dtype == torch.float32, name
             assert (p.grad - q.grad).norm() < 0.05 * q.grad.norm() + 2e-3, name
-
-
-@pytest.mark.parametrize("how", ["FSDP1", "autocast in DDP"])
-def test_mixed_precision(how):
-    run_distributed(lower_precision, 4, how)
 
 
 def no_wrapper(optimizer, foreach):
@@ -320,8 +312,13 @@ class Residual(nn.Module):
         return x + self.down(F.gelu(self.up(self.norm(x))))
 
 
-def sequence_style(wrapped):
-    """torch's own plan for sequence parallelism, the tokens' axis being the domain."""
+@pytest.mark.parametrize("wrapped", [False, True], ids=["alone", "FSDP2"])
+@on_ranks(4)
+def test_sequence_parallelism_over_the_domain(wrapped):
+    """torch's own plan for sequence parallelism, the tokens' axis being the domain.
+
+    An uneven cut of the tokens; the plan gathers them for the layers that it cuts.
+    """
     torch.manual_seed(0)
     mesh = shared_mesh((2, 2), AXES)
     model = Residual().double()
@@ -343,14 +340,6 @@ def sequence_style(wrapped):
     for (name, p), q in zip(model.named_parameters(), alone.parameters()):
         torch.testing.assert_close(whole(p.grad), q.grad, rtol=1e-10, atol=1e-12, msg=f"{name}: {{}}".format)
     torch.testing.assert_close(out.full_tensor(), alone(mine), rtol=1e-10, atol=1e-12)
-
-
-
-
-@pytest.mark.parametrize("wrapped", [False, True], ids=["alone", "FSDP2"])
-def test_sequence_parallelism_over_the_domain(wrapped):
-    """An uneven cut of the tokens; the plan gathers them for the layers that it cuts."""
-    run_distributed(sequence_style, 4, wrapped)
 
 
 def uneven_parameter(helped):
@@ -387,7 +376,8 @@ def test_empty_shards_of_parameters_are_refused_with_fsdp2(kind, name):
         assert f"{name} is sharded (3, 3, 3, 0) on mesh dim" in str(error) and "over fewer ranks" in str(error)
 
 
-def some_ranks_without_rows():
+@on_ranks(4)
+def test_empty_shards_of_weights_without_fsdp2():
     mesh = shared_mesh((1, 4), ("domain", "tp"))
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 9), nn.GELU(), nn.Linear(9, 6)).double()
@@ -401,10 +391,6 @@ def some_ranks_without_rows():
     alone(x).square().mean().backward()
     for p, q in zip(model.parameters(), alone.parameters()):
         torch.testing.assert_close(whole(p.grad), q.grad, rtol=1e-10, atol=1e-12)
-
-
-def test_empty_shards_of_weights_without_fsdp2():
-    run_distributed(some_ranks_without_rows, 4)
 
 
 # -- a whole network ---------------------------------------------------------------------------------------------------

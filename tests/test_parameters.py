@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from late_streams import LateStream, on_stream
+from on_ranks import on_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -94,7 +95,8 @@ def test_a_full_bucket_is_sent_while_the_backward_pass_goes_on():
         assert order == ["sent", "sent", "sent", "input's gradient", "sum of the first layer"]
 
 
-def last_in_different_orders() -> None:
+@on_ranks(4)
+def test_ranks_may_ask_for_their_buckets_in_different_orders():
     """Buckets of a mesh of two dims, asked for in opposite orders by the ranks of the second one."""
     mesh = shared_mesh((2, 2))
     ranks_differ, numbers = mesh.get_coordinate()[1] == 0, itertools.count()
@@ -111,10 +113,6 @@ def last_in_different_orders() -> None:
         model(shard(whole, mesh, [Shard(0), Shard(1)])).square().sum().backward()
     assert next(numbers) == 3
     assert_gradients_match(model, expected)
-
-
-def test_ranks_may_ask_for_their_buckets_in_different_orders():
-    run_distributed(last_in_different_orders, 4)
 
 
 def used_in_several_ways() -> list[list[float]]:
@@ -191,7 +189,9 @@ def test_layers_on_streams(device_of_ranks):
     run_distributed(with_streams, 2)
 
 
-def on_several_streams() -> None:
+@pytest.mark.on_cpu("an accelerator and its streams are imitated")
+@on_ranks(2)
+def test_layers_that_ran_on_different_streams_wait_for_each_other():
     """Two layers' contributions, each computed and taken on a stream of its own; results are as late as the work."""
     streams, sums = [LateStream(name) for name in ("first", "second", "third")], weight_gradients.start_sum
     given = [torch.full((3,), 1.0 + i + dist.get_rank()) for i in range(2)]
@@ -229,11 +229,6 @@ def on_several_streams() -> None:
         assert second.tolist() == [5.0] * 3
 
 
-@pytest.mark.on_cpu("an accelerator and its streams are imitated")
-def test_layers_that_ran_on_different_streams_wait_for_each_other():
-    run_distributed(on_several_streams, 2)
-
-
 @pytest.mark.parametrize("device, contributions", [("cpu", 1), ("cuda", 25)])
 def test_buckets_between_accelerators_are_larger(device, contributions):
     """Contributions of 1 MiB, without data; the first bucket is sent when it is full."""
@@ -245,7 +240,9 @@ def test_buckets_between_accelerators_are_larger(device, contributions):
     assert len(bucket._tensors) == contributions
 
 
-def seen_early(how: str) -> None:
+@pytest.mark.parametrize("how", ["hook", "post accumulate", "autograd.grad"])
+@on_ranks(2)
+def test_nobody_sees_a_contribution(how):
     """Whoever looks at a gradient sees the whole one."""
     model, expected = network(), network()
     whole, x = rows()
@@ -263,11 +260,6 @@ def seen_early(how: str) -> None:
         total.backward()
         assert_gradients_match(model, expected)
     torch.testing.assert_close(seen["grad"], expected[3].weight.grad, rtol=1e-10, atol=1e-12)
-
-
-@pytest.mark.parametrize("how", ["hook", "post accumulate", "autograd.grad"])
-def test_nobody_sees_a_contribution(how):
-    run_distributed(seen_early, 2, how)
 
 
 def repeated(how: str) -> None:
@@ -308,7 +300,8 @@ def _with_buckets(size: int, function, *args) -> None:
         function(*args)
 
 
-def failing() -> None:
+@on_ranks(2)
+def test_a_pass_that_fails():
     """An error in the middle of a pass, on every rank, leaves nothing behind that the next pass would take."""
     model, expected = network(), network()
     whole, x = rows()
@@ -320,10 +313,6 @@ def failing() -> None:
     model.zero_grad()
     model(x).square().sum().backward()
     assert_gradients_match(model, expected)
-
-
-def test_a_pass_that_fails():
-    run_distributed(failing, 2)
 
 
 def wrapped(how: str) -> dict[str, int]:
@@ -379,7 +368,10 @@ LAYERS = {
 }
 
 
-def trained_in_part(sizes: tuple[int, ...], early: bool) -> None:
+@pytest.mark.parametrize("sizes", [(6, 2), (0, 8)], ids=str)
+@pytest.mark.parametrize("early", [False, True], ids=["in buckets", "early"])
+@on_ranks(2)
+def test_layers_of_which_only_one_parameter_is_trained(sizes, early):
     """In float32, whose kernels may return more gradients than they are asked for; channels-last, too.
 
     ``early``: in a wrapper that takes gradients before the backward pass ends.
@@ -403,12 +395,6 @@ def trained_in_part(sizes: tuple[int, ...], early: bool) -> None:
                     grads.append(getattr(layer, trained).grad)
                 case = f"{name}, {trained}, {memory}: ".replace("{", "{{")
                 torch.testing.assert_close(grads[1], grads[0], rtol=1e-4, atol=1e-4, msg=lambda m, c=case: c + m)
-
-
-@pytest.mark.parametrize("sizes", [(6, 2), (0, 8)], ids=str)
-@pytest.mark.parametrize("early", [False, True], ids=["in buckets", "early"])
-def test_layers_of_which_only_one_parameter_is_trained(sizes, early):
-    run_distributed(trained_in_part, 2, sizes, early)
 
 
 def after_fsdp2(kept: bool):

@@ -13,13 +13,14 @@ import sys
 import pytest
 import torch
 import torch.nn.functional as F
+from on_ranks import on_ranks
 from seeded import seeded
 from torch import nn
 from torch.distributed.tensor import Shard
 
 import shardtensor
 from shardtensor.dispatch import patches
-from shardtensor.testing import run_distributed, run_expecting_errors, shard, shared_mesh
+from shardtensor.testing import run_expecting_errors, shard, shared_mesh
 
 EAGER = [p for p in patches.PATCHES if not p.lazy]
 NAMES = [f"{p.module}:{p.name}" for p in EAGER]
@@ -181,7 +182,9 @@ def test_torchs_errors_pass_through():
         F.linear()
 
 
-def convolve(how):
+@pytest.mark.parametrize("how", ["installed", "uninstalled"])
+@on_ranks(2)
+def test_correctness_does_not_rest_on_patches(how):
     """One convolution through every entry point, with and without patches."""
     torch.manual_seed(0)
     conv = nn.Conv2d(2, 3, 3, padding=1).double()
@@ -206,11 +209,6 @@ def convolve(how):
     for i, y in enumerate(results):
         assert y.shard_sizes == {0: (5, 3)}, i
         torch.testing.assert_close(y.full_tensor(), conv(whole), rtol=1e-10, atol=1e-12, msg=str(i))
-
-
-@pytest.mark.parametrize("how", ["installed", "uninstalled"])
-def test_correctness_does_not_rest_on_patches(how):
-    run_distributed(convolve, 2, how)
 
 
 # -- natten ----------------------------------------------------------------------------------------------------------

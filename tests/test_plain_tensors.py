@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from on_ranks import on_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
@@ -298,7 +299,8 @@ def test_the_error_is_what_torch_raises_for_sizes():
 # -- the page's rules; tests/test_pages.py compares its mistakes ------------------------------------------------------
 
 
-def rules():
+@on_ranks(2)
+def test_the_pages_rules():
     x = sharded((5, 3)).requires_grad_()
     whole = x.detach().full_tensor().requires_grad_()
     plain, same = (torch.rand(8, 1, dtype=torch.float64, requires_grad=True) for _ in "ab")
@@ -343,11 +345,8 @@ def rules():
     torch.testing.assert_close(norms[0].running_mean, norms[1].running_mean)
 
 
-def test_the_pages_rules():
-    run_distributed(rules, 2)
-
-
-def unseen():
+@on_ranks(2)
+def test_what_no_rank_can_see():
     """What the page says that no rank can see."""
     x = sharded((4, 4))
     whole, n = x.full_tensor(), 4
@@ -358,19 +357,6 @@ def unseen():
     x * dist.get_rank()
 
 
-def test_what_no_rank_can_see():
-    run_distributed(unseen, 2)
-
-
-def communication_fails():
-    """A weight has dims as long as a shard, and the text of the error that is raised in the call names lengths."""
-    mesh = shared_mesh(2)
-    x = shard(torch.randn(1, 4, 10, 6), mesh, [Shard(2)], {0: (7, 3)})
-    F.conv2d(x, torch.ones(4, 4, 3, 3), padding=1)
-    with observed(breaks), pytest.raises(LostRankError, match="exchange in conv2d"):
-        F.conv2d(x, torch.ones(4, 4, 3, 3), padding=1)
-
-
 def breaks(group):
     def afterwards():
         raise LostRankError("rank 0: exchange in conv2d to (1, 4, 10, 6) as (S(2)[7, 3]) was not completed")
@@ -378,8 +364,14 @@ def breaks(group):
     return afterwards
 
 
+@on_ranks(2)
 def test_a_lost_rank_is_not_taken_for_a_wrong_size():
-    run_distributed(communication_fails, 2)
+    """A weight has dims as long as a shard, and the text of the error that is raised in the call names lengths."""
+    mesh = shared_mesh(2)
+    x = shard(torch.randn(1, 4, 10, 6), mesh, [Shard(2)], {0: (7, 3)})
+    F.conv2d(x, torch.ones(4, 4, 3, 3), padding=1)
+    with observed(breaks), pytest.raises(LostRankError, match="exchange in conv2d"):
+        F.conv2d(x, torch.ones(4, 4, 3, 3), padding=1)
 
 
 # -- which functions write --------------------------------------------------------------------------------------------

@@ -8,12 +8,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from halves import half_of, in_halves
+from on_ranks import on_ranks
 from seeded import seeded
 from torch.distributed.tensor import Partial, Replicate, Shard
 
 from shardtensor import ShardTensor
 from shardtensor.communication.redistribute import all_gather_each
-from shardtensor.testing import count_communication, run_distributed, run_expecting_errors, shard, shared_mesh
+from shardtensor.testing import count_communication, run_expecting_errors, shard, shared_mesh
 
 
 def layouts_of(ranks, shape):
@@ -58,7 +59,9 @@ def check_move(mesh, whole, source, target):
     torch.testing.assert_close(x.grad.full_tensor(), cotangent, rtol=1e-12, atol=1e-12, msg=what)
 
 
-def every_pair_on_one_dim(ranks, half):
+@pytest.mark.parametrize(("ranks", "half"), in_halves([2, 3, 4]))
+@on_ranks("ranks")
+def test_every_pair_of_layouts(ranks, half):
     mesh = shared_mesh(ranks)
     whole = torch.randn(7, 5, dtype=torch.float64, generator=seeded(0))
     layouts = layouts_of(ranks, whole.shape)
@@ -66,12 +69,10 @@ def every_pair_on_one_dim(ranks, half):
         check_move(mesh, whole, ([old], [old_sizes]), ([new], [new_sizes]))
 
 
-@pytest.mark.parametrize(("ranks", "half"), in_halves([2, 3, 4]))
-def test_every_pair_of_layouts(ranks, half):
-    run_distributed(every_pair_on_one_dim, ranks, ranks, half)
-
-
-def every_pair_on_two_dims(mesh_shape, half):
+@pytest.mark.parametrize(("mesh_shape", "half"), in_halves([((2, 2),), ((1, 3),), ((4, 1),)]), ids=str)
+@on_ranks("mesh_shape")
+def test_every_pair_of_layouts_on_two_mesh_dims(mesh_shape, half):
+    """Mesh dims that trade their tensor dims are among the pairs."""
     mesh = shared_mesh(mesh_shape)
     whole = torch.randn(6, 5, dtype=torch.float64, generator=seeded(0))
     per_dim = []
@@ -89,13 +90,8 @@ def every_pair_on_two_dims(mesh_shape, half):
         check_move(mesh, whole, source, target)
 
 
-@pytest.mark.parametrize(("mesh_shape", "half"), in_halves([((2, 2),), ((1, 3),), ((4, 1),)]), ids=str)
-def test_every_pair_of_layouts_on_two_mesh_dims(mesh_shape, half):
-    """Mesh dims that trade their tensor dims are among the pairs."""
-    run_distributed(every_pair_on_two_dims, mesh_shape[0] * mesh_shape[1], mesh_shape, half)
-
-
-def on_sub_meshes():
+@on_ranks(4)
+def test_sub_meshes_without_rank_0():
     """Meshes that do not hold rank 0, and whose ranks are not in a row."""
     whole = torch.randn(7, 5, dtype=torch.float64, generator=seeded(0))
     grid = shared_mesh((2, 2), ("data", "domain"))
@@ -105,14 +101,11 @@ def on_sub_meshes():
             check_move(grid[name], whole, ([old], [old_sizes]), ([new], [new_sizes]))
 
 
-def test_sub_meshes_without_rank_0():
-    run_distributed(on_sub_meshes, 4)
-
-
-def reductions(mesh_shape):
-    mesh = shared_mesh(mesh_shape)
+@pytest.mark.parametrize("ranks", [2, 3])
+@on_ranks("ranks")
+def test_maxima_minima_and_products_are_reduced(ranks):
+    mesh = shared_mesh(ranks)
     rank = mesh.get_local_rank()
-    ranks = mesh.size()
     locals_ = [torch.tensor([[1.0 + r, -3.0 * r], [2.0, 0.5 * r], [r % 2, 7.0]]) for r in range(ranks)]
     stacked = torch.stack(locals_)
     for op, expected in (
@@ -132,12 +125,8 @@ def reductions(mesh_shape):
         torch.testing.assert_close(again.full_tensor(), expected)
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_maxima_minima_and_products_are_reduced(ranks):
-    run_distributed(reductions, ranks, ranks)
-
-
-def traffic():
+@on_ranks(3)
+def test_only_what_differs_travels():
     mesh = shared_mesh(3)
     rank = dist.get_rank()
     x = shard(torch.arange(24.0).reshape(12, 2), mesh, [Shard(0)], {0: (5, 4, 3)})
@@ -165,11 +154,8 @@ def traffic():
     assert local.to_local().untyped_storage().nbytes() == local.to_local().numel() * 4
 
 
-def test_only_what_differs_travels():
-    run_distributed(traffic, 3)
-
-
-def keeps_and_rebalances():
+@on_ranks(4)
+def test_mesh_dims_left_out_keep_their_cut():
     mesh = shared_mesh((2, 2))
     x = shard(torch.randn(8, 6), mesh, [Shard(0), Shard(1)], {0: (7, 1), 1: (2, 4)})
     y = x.redistribute(placements=[Shard(0), Replicate()])
@@ -181,11 +167,8 @@ def keeps_and_rebalances():
     assert torch.equal(y.full_tensor(), x.full_tensor())
 
 
-def test_mesh_dims_left_out_keep_their_cut():
-    run_distributed(keeps_and_rebalances, 4)
-
-
-def dtypes_survive():
+@on_ranks(3)
+def test_every_dtype_travels():
     mesh = shared_mesh(3)
     for dtype in (torch.bool, torch.uint8, torch.int16, torch.int64, torch.bfloat16, torch.float16, torch.complex64):
         whole = torch.randint(0, 2, (7, 4), generator=seeded(0)).to(dtype)
@@ -194,11 +177,10 @@ def dtypes_survive():
         assert y.dtype == dtype and torch.equal(y.full_tensor(), whole), dtype
 
 
-def test_every_dtype_travels():
-    run_distributed(dtypes_survive, 3)
-
-
-def gathers_each(ranks):
+@pytest.mark.on_device
+@pytest.mark.parametrize("ranks", [2, 3])
+@on_ranks("ranks")
+def test_several_tensors_are_gathered_in_one_collective(ranks):
     group, me = shared_mesh(ranks).get_group(), dist.get_rank()
     # The second one is not contiguous.
     tensors = torch.full((3,), me + 0.5), (torch.arange(6.0) + 10 * me)[::2]
@@ -209,12 +191,6 @@ def gathers_each(ranks):
     assert torch.equal(found[1], torch.tensor([[0.0, 2, 4]]) + 10 * torch.arange(ranks)[:, None])
     empty = all_gather_each([torch.zeros(0, 2)] * 3, group)
     assert empty.shape == (3, ranks, 0, 2)
-
-
-@pytest.mark.on_device
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_several_tensors_are_gathered_in_one_collective(ranks):
-    run_distributed(gathers_each, ranks, ranks)
 
 
 def impossible(case):

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from neighborhood_oracle import Problem, dense_attention
+from on_ranks import on_ranks
 from seeded import seeded
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
@@ -49,7 +50,9 @@ def rows(tensor, sizes, **kwargs):
     return shard(tensor, shared_mesh(len(sizes)), [Shard(kwargs.pop("dim", 0))], {0: sizes}, **kwargs)
 
 
-def round_trip():
+@on_ranks(2)
+def test_shards_may_be_uneven_and_empty():
+    """A tensor cut 5 + 3, 7 + 1 or 0 + 8 is the same tensor."""
     whole = numbers(8, 3)
     for sizes in UNEVEN:
         x = rows(whole, sizes)
@@ -59,12 +62,9 @@ def round_trip():
             assert torch.equal(x.redistribute(shard_sizes={0: others}).full_tensor(), whole)
 
 
-def test_shards_may_be_uneven_and_empty():
-    """A tensor cut 5 + 3, 7 + 1 or 0 + 8 is the same tensor."""
-    run_distributed(round_trip, 2)
-
-
-def sizes_are_a_dict():
+@on_ranks(2)
+def test_shard_sizes_are_a_dict_by_mesh_dim_and_survive_operators():
+    """No list of tuples to be interpreted: {mesh dim: sizes}, after any operator."""
     x = rows(numbers(8, 3), (7, 1))
     assert x.shard_sizes == {0: (7, 1)} and isinstance(x.shard_sizes, dict)
     for y in (x + 1, x.t(), x.relu(), x.clone(), x[:, :2]):
@@ -72,12 +72,9 @@ def sizes_are_a_dict():
     assert x._spec.sharding_shapes() == {0: (torch.Size([7, 3]), torch.Size([1, 3]))}
 
 
-def test_shard_sizes_are_a_dict_by_mesh_dim_and_survive_operators():
-    """No list of tuples to be interpreted: {mesh dim: sizes}, after any operator."""
-    run_distributed(sizes_are_a_dict, 2)
-
-
-def other_sizes_out():
+@on_ranks(2)
+def test_output_shards_may_differ_from_input_shards():
+    """Strided convolution, padding and pooling change the sizes of uneven shards."""
     layout = {"mesh_shape": 2, "placements": [Shard(2)], "shard_sizes": {0: (7, 4)}}
     x = numbers(2, 3, 11, 6)
     torch.manual_seed(0)
@@ -87,12 +84,9 @@ def other_sizes_out():
     assert_matches_unsharded(lambda t: F.avg_pool2d(t, 2, ceil_mode=True), x, **layout)
 
 
-def test_output_shards_may_differ_from_input_shards():
-    """Strided convolution, padding and pooling change the sizes of uneven shards."""
-    run_distributed(other_sizes_out, 2)
-
-
-def convolutions():
+@on_ranks(2)
+def test_convolutions_in_one_two_and_three_dims():
+    """Output, input gradient, weight and bias gradients as on one device."""
     torch.manual_seed(0)
     for n, layer in enumerate((nn.Conv1d, nn.Conv2d, nn.Conv3d), 1):
         conv = layer(2, 3, 3, padding=1).double()
@@ -101,13 +95,12 @@ def convolutions():
         )
 
 
-def test_convolutions_in_one_two_and_three_dims():
-    """Output, input gradient, weight and bias gradients as on one device."""
-    run_distributed(convolutions, 2)
+@on_ranks(3)
+def test_halos_are_worked_out_and_consistent_with_one_device():
+    """A stack whose receptive field is wider than a shard, fed with nothing but the tensor.
 
-
-def automatic_halos():
-    """A stack whose receptive field is wider than a shard, fed with nothing but the tensor."""
+    No halo size is given anywhere; edges between shards are as right as their middles, in both directions.
+    """
     torch.manual_seed(0)
     layers = [layer for _ in range(4) for layer in (nn.Conv1d(2, 2, 5, padding=2), nn.Tanh())]
     x = numbers(1, 2, 13)
@@ -115,12 +108,9 @@ def automatic_halos():
     assert_matches_unsharded(nn.Sequential(*layers).double(), x, mesh_shape=3, placements=[Shard(2)], shard_sizes=sizes)
 
 
-def test_halos_are_worked_out_and_consistent_with_one_device():
-    """No halo size is given anywhere; edges between shards are as right as their middles, in both directions."""
-    run_distributed(automatic_halos, 3)
-
-
-def edge_gradients():
+@on_ranks(2)
+def test_gradients_of_halos_return_to_the_edges():
+    """What the neighbour's outputs contribute to a shard's edge is collected and added."""
     weight = torch.tensor([[[1.0, 10.0, 100.0]]], dtype=torch.float64)
     x = rows(torch.zeros(1, 1, 8, dtype=torch.float64), (5, 3), dim=2, requires_grad=True)
     F.conv1d(x, weight, padding=1).sum().backward()
@@ -130,12 +120,9 @@ def edge_gradients():
     assert torch.equal(x.grad.full_tensor().flatten(), expected)
 
 
-def test_gradients_of_halos_return_to_the_edges():
-    """What the neighbour's outputs contribute to a shard's edge is collected and added."""
-    run_distributed(edge_gradients, 2)
-
-
-def both_transports():
+@on_ranks(3)
+def test_users_choose_between_collectives_and_point_to_point():
+    """The same bits either way."""
     torch.manual_seed(0)
     conv = nn.Conv2d(2, 2, 5, padding=2).double()
     results = []
@@ -148,12 +135,9 @@ def both_transports():
     assert all(map(torch.equal, *results))
 
 
-def test_users_choose_between_collectives_and_point_to_point():
-    """The same bits either way."""
-    run_distributed(both_transports, 3)
-
-
-def one_rank_loads():
+@on_ranks(4)
+def test_a_data_pipeline_on_one_rank_per_domain_is_enough():
+    """Only the source has the tensor; domains of a 2-D mesh load different ones."""
     mesh = shared_mesh((2, 2), ("data", "domain"))["domain"]
     source = dist.get_process_group_ranks(mesh.get_group())[0]
     image = numbers(1, 3, 9, 4, seed=source) if dist.get_rank() == source else None
@@ -161,12 +145,9 @@ def one_rank_loads():
     assert torch.equal(x.full_tensor(), numbers(1, 3, 9, 4, seed=source))
 
 
-def test_a_data_pipeline_on_one_rank_per_domain_is_enough():
-    """Only the source has the tensor; domains of a 2-D mesh load different ones."""
-    run_distributed(one_rank_loads, 4)
-
-
-def unbind_qkv():
+@on_ranks(2)
+def test_unbind():
+    """q, k and v come out of one sharded tensor."""
     qkv = rows(numbers(7, 3, 4), (5, 2), requires_grad=True)
     q, k, v = qkv.unbind(1)
     assert q.shard_sizes == k.shard_sizes == {0: (5, 2)} and q.shape == (7, 4)
@@ -175,12 +156,9 @@ def unbind_qkv():
     assert torch.equal(qkv.grad.full_tensor(), expected)
 
 
-def test_unbind():
-    """q, k and v come out of one sharded tensor."""
-    run_distributed(unbind_qkv, 2)
-
-
-def every_door():
+@on_ranks(2)
+def test_a_convolution_is_the_same_by_every_name():
+    """nn, functional, torch and aten."""
     torch.manual_seed(0)
     conv = nn.Conv2d(2, 3, 3, padding=1).double()
     whole = numbers(1, 2, 8, 4)
@@ -195,12 +173,9 @@ def every_door():
         torch.testing.assert_close(y.full_tensor(), conv(whole), rtol=1e-10, atol=1e-12)
 
 
-def test_a_convolution_is_the_same_by_every_name():
-    """nn, functional, torch and aten."""
-    run_distributed(every_door, 2)
-
-
-def no_mesh_is_passed():
+@on_ranks(4)
+def test_the_mesh_need_not_be_passed_around():
+    """Inside ``with mesh:`` whatever makes ShardTensors takes that one; naming it gives the same."""
     grid = shared_mesh((2, 2), ("data", "domain"))
     whole = numbers(9, 4)
     with grid["domain"] as mesh:
@@ -217,11 +192,6 @@ def no_mesh_is_passed():
     for x in made:
         assert x.device_mesh == explicit.device_mesh and x._spec == explicit._spec
         assert torch.equal((x + explicit).full_tensor(), 2 * whole)
-
-
-def test_the_mesh_need_not_be_passed_around():
-    """Inside ``with mesh:`` whatever makes ShardTensors takes that one; naming it gives the same."""
-    run_distributed(no_mesh_is_passed, 4)
 
 
 def test_no_device_is_named():
@@ -273,15 +243,12 @@ class Vanilla(nn.Module):
         return self.head(x.mean((2, 3)))
 
 
-def unchanged_model():
+@on_ranks(2)
+def test_model_code_remains_unchanged():
+    """A plain nn.Module, with a functional layer of its own and a global mean, gets sharded input; that is all."""
     torch.manual_seed(0)
     model = Vanilla().double()
     assert_matches_unsharded(model, numbers(2, 2, 12, 6), mesh_shape=2, placements=[Shard(2)], shard_sizes={0: (7, 5)})
-
-
-def test_model_code_remains_unchanged():
-    """A plain nn.Module, with a functional layer of its own and a global mean, gets sharded input; that is all."""
-    run_distributed(unchanged_model, 2)
 
 
 def test_unsharded_code_is_unaffected():
@@ -316,7 +283,9 @@ def test_modules_are_saved_and_loaded_after_the_import():
     assert torch.equal(twin(x), model(x)) and torch.equal(copy.deepcopy(model)(x), model(x))
 
 
-def own_operator():
+@on_ranks(2)
+def test_the_registry_is_open_to_users():
+    """A function-level mapping inside the class, with a public way in."""
     def scaled(x):
         if torch.overrides.has_torch_function_unary(x):
             return torch.overrides.handle_torch_function(scaled, (x,), x)
@@ -330,12 +299,9 @@ def own_operator():
         shardtensor.extend.unregister(scaled)
 
 
-def test_the_registry_is_open_to_users():
-    """A function-level mapping inside the class, with a public way in."""
-    run_distributed(own_operator, 2)
-
-
-def weighted():
+@on_ranks(2)
+def test_means_are_weighted_by_the_shards_sizes():
+    """Mean, variance, standard deviation and losses on 5 + 3, without gathering the input."""
     layout = {"mesh_shape": 2, "placements": [Shard(0)], "shard_sizes": {0: (5, 3)}}
     x, y = numbers(8, 3), numbers(8, 3, seed=1)
     for f in (torch.mean, torch.var, torch.std, lambda t: t.mean(0), lambda t: t.var(0)):
@@ -350,12 +316,9 @@ def weighted():
     assert big.mean().placements == (Partial(),)
 
 
-def test_means_are_weighted_by_the_shards_sizes():
-    """Mean, variance, standard deviation and losses on 5 + 3, without gathering the input."""
-    run_distributed(weighted, 2)
-
-
-def explicit_and_differentiable():
+@on_ranks(2)
+def test_full_tensor_is_explicit_and_differentiable():
+    """Outputs are resolved by one call, through which gradients flow, uneven or not."""
     x = rows(numbers(8, 3), (7, 1), requires_grad=True)
     whole = x.full_tensor()
     assert type(whole) is torch.Tensor and whole.shape == (8, 3)
@@ -363,12 +326,9 @@ def explicit_and_differentiable():
     torch.testing.assert_close(x.grad.full_tensor(), 2 * numbers(8, 3))
 
 
-def test_full_tensor_is_explicit_and_differentiable():
-    """Outputs are resolved by one call, through which gradients flow, uneven or not."""
-    run_distributed(explicit_and_differentiable, 2)
-
-
-def gradient_layout():
+@on_ranks(2)
+def test_input_gradients_have_the_inputs_sharding():
+    """Whatever the consumer redistributes."""
     x = rows(numbers(8, 3), (7, 1), requires_grad=True)
     for consumer in (
         lambda t: t.redistribute(shard_sizes={0: (2, 6)}),
@@ -381,12 +341,9 @@ def gradient_layout():
         assert x.grad.shard_sizes == x.shard_sizes and x.grad.placements == x.placements
 
 
-def test_input_gradients_have_the_inputs_sharding():
-    """Whatever the consumer redistributes."""
-    run_distributed(gradient_layout, 2)
-
-
-def sums():
+@on_ranks(2)
+def test_a_plus_b():
+    """Aligned, misaligned, and with a plain tensor."""
     a, b = numbers(8, 3), numbers(8, 3, seed=1)
     x = rows(a, (7, 1))
     for other in (rows(b, (7, 1)), rows(b, (2, 6)), b, shard(b, shared_mesh(2), [Partial()])):
@@ -396,11 +353,6 @@ def sums():
         x + rows(b, (7, 1))
         x + b
     assert counted.messages == 0 and not counted.collectives
-
-
-def test_a_plus_b():
-    """Aligned, misaligned, and with a plain tensor."""
-    run_distributed(sums, 2)
 
 
 def alone():
@@ -419,7 +371,9 @@ def test_a_domain_of_one_rank():
     run_distributed(alone, 2)
 
 
-def free_of_charge():
+@on_ranks(2)
+def test_from_local_with_given_sizes_does_not_communicate():
+    """Sizes that are known need not be asked for at every call."""
     local = torch.ones((7, 1)[dist.get_rank()], 3)
     with count_communication() as counted:
         x = ShardTensor.from_local(local, shared_mesh(2), [Shard(0)], shard_sizes={0: (7, 1)})
@@ -427,12 +381,9 @@ def free_of_charge():
     assert counted.messages == 0 and not counted.collectives
 
 
-def test_from_local_with_given_sizes_does_not_communicate():
-    """Sizes that are known need not be asked for at every call."""
-    run_distributed(free_of_charge, 2)
-
-
-def requires_grad_works():
+@on_ranks(2)
+def test_requires_grad_is_not_a_no_op():
+    """The method and the setter make leaves that collect gradients."""
     x = rows(numbers(8, 3), (7, 1))
     assert not x.requires_grad
     assert x.requires_grad_() is x and x.requires_grad and x.is_leaf
@@ -442,11 +393,6 @@ def requires_grad_works():
     assert not y.requires_grad
     y.requires_grad = True
     assert y.is_leaf and (y * 1).requires_grad and not (y * 1).is_leaf
-
-
-def test_requires_grad_is_not_a_no_op():
-    """The method and the setter make leaves that collect gradients."""
-    run_distributed(requires_grad_works, 2)
 
 
 # -- numerics, attention inputs, saving, position embeddings -----------------------------------------------------------
@@ -513,8 +459,12 @@ def test_neighborhood_attention():
         assert f"{str(dtype).removeprefix('torch.')} {tolerance:.0e}".replace("e-0", "e-") in text
 
 
-def saved_whole():
-    """A model whose convolution is plain and whose embedding is sharded."""
+@on_ranks(2)
+def test_models_save_full_parameters_and_restore_their_sharding():
+    """A model whose convolution is plain and whose embedding is sharded.
+
+    The full state dict is that of one device; loading it keeps placements and sizes.
+    """
     torch.manual_seed(0)
     mesh = shared_mesh(2)
     plain = nn.ParameterDict({"table": nn.Parameter(numbers(1, 8, 3)), "weight": nn.Parameter(numbers(3, 3))})
@@ -541,11 +491,6 @@ def saved_whole():
     torch.testing.assert_close(again.full_tensor(), 2 * numbers(1, 8, 3), rtol=0, atol=0)
 
 
-def test_models_save_full_parameters_and_restore_their_sharding():
-    """The full state dict is that of one device; loading it keeps placements and sizes."""
-    run_distributed(saved_whole, 2)
-
-
 class Embedded(nn.Module):
     """A parameter with a shape that follows the data."""
 
@@ -558,7 +503,9 @@ class Embedded(nn.Module):
         return self.linear(x + self.table).square()
 
 
-def train_table():
+@on_ranks(2)
+def test_sharded_position_embeddings_train():
+    """Cut like the data, next to plain weights."""
     torch.manual_seed(0)
     whole, table = numbers(2, 8, 3), numbers(1, 8, 3, seed=1)
     one = Embedded(table.clone()).double()
@@ -573,11 +520,6 @@ def train_table():
     assert many.table.shard_sizes == {0: (7, 1)}
     torch.testing.assert_close(many.table.full_tensor(), one.table, rtol=1e-9, atol=1e-12)
     torch.testing.assert_close(many.linear.weight, one.linear.weight, rtol=1e-9, atol=1e-12)
-
-
-def test_sharded_position_embeddings_train():
-    """Cut like the data, next to plain weights."""
-    run_distributed(train_table, 2)
 
 
 # -- Partials, losses, reshapes, DTensors, batches ---------------------------------------------------------------------
@@ -613,7 +555,9 @@ def test_when_a_partial_is_resolved():
     assert "## When a Partial is resolved" in (ROOT / "docs" / "how-it-works.md").read_text()
 
 
-def segmentation():
+@on_ranks(2)
+def test_segmentation_losses():
+    """Cross entropy per pixel, on shards of the image, in every reduction, with weights and ignored pixels."""
     torch.manual_seed(0)
     head = nn.Conv2d(2, 4, 1).double()
     target = torch.randint(0, 4, (1, 8, 5), generator=seeded(3))
@@ -637,12 +581,9 @@ def segmentation():
                     torch.testing.assert_close(grad, head.weight.grad, rtol=1e-10, atol=1e-12)
 
 
-def test_segmentation_losses():
-    """Cross entropy per pixel, on shards of the image, in every reduction, with weights and ignored pixels."""
-    run_distributed(segmentation, 2)
-
-
-def reshaped():
+@on_ranks(2)
+def test_reshape_forward_and_backward():
+    """Also by keyword."""
     for function in (
         lambda x: x.reshape(2, 8, 2, 3).transpose(2, 3).reshape(2, 8, 6),
         lambda x: x.view(size=(2, 8, 6)) * 2,
@@ -655,12 +596,9 @@ def reshaped():
             )
 
 
-def test_reshape_forward_and_backward():
-    """Also by keyword."""
-    run_distributed(reshaped, 2)
-
-
-def mixed_with_dtensors():
+@on_ranks(2)
+def test_gradients_flow_between_dtensors_and_shardtensors():
+    """In one expression, to both."""
     from torch.distributed.tensor import distribute_tensor
 
     mesh = shared_mesh(2)
@@ -684,12 +622,9 @@ def mixed_with_dtensors():
     torch.testing.assert_close(e.grad.full_tensor(), 2 * a, rtol=1e-10, atol=1e-12)
 
 
-def test_gradients_flow_between_dtensors_and_shardtensors():
-    """In one expression, to both."""
-    run_distributed(mixed_with_dtensors, 2)
-
-
-def batches():
+@on_ranks(2)
+def test_batches_of_more_than_one():
+    """Linear and convolutional layers on a batch within each domain."""
     torch.manual_seed(0)
     for batch in (1, 2, 3):
         for sizes in UNEVEN:
@@ -697,11 +632,6 @@ def batches():
             conv, linear = nn.Conv2d(2, 3, 3, padding=1).double(), nn.Linear(6, 4).double()
             assert_matches_unsharded(conv, numbers(batch, 2, 8, 5), placements=[Shard(2)], **options)
             assert_matches_unsharded(linear, numbers(batch, 8, 6), placements=[Shard(1)], **options)
-
-
-def test_batches_of_more_than_one():
-    """Linear and convolutional layers on a batch within each domain."""
-    run_distributed(batches, 2)
 
 
 # -- with other kinds of parallelism -----------------------------------------------------------------------------------
@@ -737,7 +667,9 @@ def same_gradients(model, x, whole):
         torch.testing.assert_close(grad, q.grad, rtol=1e-10, atol=1e-12, msg=f"{name}: {{}}".format)
 
 
-def parallel_fc():
+@on_ranks(2)
+def test_the_fc_after_a_pooling_is_parallelized():
+    """torch's own plan, over the ranks of the domain: each does half of what all would do alike."""
     model, x = pooled()
     plan = {"fc.0": ColwiseParallel(use_local_output=False), "fc.1": RowwiseParallel(use_local_output=False)}
     parallelize_module(model, shared_mesh(2), plan)
@@ -745,12 +677,9 @@ def parallel_fc():
     same_gradients(model, rows(x, (9, 4), dim=2), x)
 
 
-def test_the_fc_after_a_pooling_is_parallelized():
-    """torch's own plan, over the ranks of the domain: each does half of what all would do alike."""
-    run_distributed(parallel_fc, 2)
-
-
-def planned():
+@on_ranks(4)
+def test_many_linear_layers_are_handled_by_one_plan():
+    """By patterns of their names; a layer whose input comes cut in another way than it wants gets it right."""
     mesh = shared_mesh((2, 2), ("domain", "tp"))
     model, x = pooled()
     done = tensor_parallel(model, mesh, {"fc.[01]": "colwise", "fc.2": "rowwise"})
@@ -758,12 +687,9 @@ def planned():
     same_gradients(model, shard(x, mesh, [Shard(2), Replicate()], {0: (9, 4)}), x)
 
 
-def test_many_linear_layers_are_handled_by_one_plan():
-    """By patterns of their names; a layer whose input comes cut in another way than it wants gets it right."""
-    run_distributed(planned, 4)
-
-
-def by_fsdp():
+@on_ranks(4)
+def test_weights_are_left_to_fsdp():
+    """FSDP2 over the data axis and over both, and FSDP1: they need know nothing of the domain."""
     mesh = shared_mesh((2, 2), ("data", "domain"))
     i = mesh["data"].get_local_rank()
     for wrap in (
@@ -782,11 +708,6 @@ def by_fsdp():
             for p, q in zip(wrapped.parameters(), alone.parameters()):
                 p = p.full_tensor() if isinstance(p, DTensor) else p
                 torch.testing.assert_close(p, (q - q.grad).view_as(p), rtol=1e-10, atol=1e-12)
-
-
-def test_weights_are_left_to_fsdp():
-    """FSDP2 over the data axis and over both, and FSDP1: they need know nothing of the domain."""
-    run_distributed(by_fsdp, 4)
 
 
 def three_axes(shape):

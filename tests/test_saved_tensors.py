@@ -8,6 +8,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+from on_ranks import on_ranks
 from seeded import seeded
 from torch.distributed.tensor import DTensor, Shard
 
@@ -114,7 +115,8 @@ def test_an_operand_that_is_written_to(functions, writes):
     assert noticed[0] == noticed[1] > len(functions) * len(writes) // 2
 
 
-def check_results():
+@on_ranks(2)
+def test_a_result_that_is_written_to():
     """Torch's error, or the gradient of the written result."""
     for name, function in FUNCTIONS.items():
         x = shard(whole(), shared_mesh(2), [Shard(2)], {0: (6, 3)})
@@ -126,11 +128,8 @@ def check_results():
             torch.testing.assert_close(found, expected, msg=lambda text, name=name: f"{name}: {text}")
 
 
-def test_a_result_that_is_written_to():
-    run_distributed(check_results, 2)
-
-
-def check_frozen():
+@on_ranks(2)
+def test_a_frozen_weight():
     """A linear layer saves its input only for its weight's gradient; second derivatives are as with all saved."""
     linear = torch.nn.Linear(4, 3, dtype=torch.float64)
     linear.weight.requires_grad_(False)
@@ -147,11 +146,8 @@ def check_frozen():
         torch.testing.assert_close(of_shards, one, rtol=1e-10, atol=0)
 
 
-def test_a_frozen_weight():
-    run_distributed(check_frozen, 2)
-
-
-def check_entry():
+@on_ranks(2)
+def test_an_entry_whose_tensor_was_written_to_has_no_gradient():
     """An entry of a sharded dim is a copy, of which autograd does not know that it is a view."""
     for sizes in ((2, 2), (4, 0)):
         x = shard(torch.ones(4, 6), shared_mesh(2), [Shard(0)], {0: sizes}).requires_grad_()
@@ -166,7 +162,3 @@ def check_entry():
         expected = torch.zeros(4, 6)
         expected[3] = 0.5
         assert torch.equal(x.grad.full_tensor(), expected)
-
-
-def test_an_entry_whose_tensor_was_written_to_has_no_gradient():
-    run_distributed(check_entry, 2)

@@ -7,6 +7,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from on_ranks import on_ranks
 from seeded import seeded
 from torch.distributed.tensor import Partial, Replicate, Shard
 
@@ -40,7 +41,8 @@ def expected_shard(whole, x):
     return whole
 
 
-def from_every_source():
+@on_ranks(4)
+def test_only_the_source_has_data():
     """Only the source has data; the others pass None."""
     mesh = shared_mesh((2, 2))
     for source in range(4):
@@ -55,11 +57,8 @@ def from_every_source():
                 assert local.is_contiguous()
 
 
-def test_only_the_source_has_data():
-    run_distributed(from_every_source, 4)
-
-
-def from_views():
+@on_ranks(2)
+def test_sources_of_any_kind():
     """Sources that are not contiguous, that require grad, that are conjugated, of no dims, and empty."""
     mesh = shared_mesh(2)
     base = torch.randn(5, 6, dtype=torch.complex128, generator=seeded(0))
@@ -76,11 +75,8 @@ def from_views():
     assert torch.equal(x.to_local(), torch.ones(2))
 
 
-def test_sources_of_any_kind():
-    run_distributed(from_views, 2)
-
-
-def to_sub_meshes():
+@on_ranks(4)
+def test_sub_meshes_without_rank_0():
     grid = shared_mesh((2, 2), ("data", "domain"))
     planes = shared_mesh((2, 2, 1), ("data", "domain", "one"))["domain", "one"]  # no process group has just its ranks
     for mesh in (grid["data"], grid["domain"], planes, planes):
@@ -94,11 +90,8 @@ def to_sub_meshes():
         assert torch.equal(x.to_local(), expected_shard(whole, x))
 
 
-def test_sub_meshes_without_rank_0():
-    run_distributed(to_sub_meshes, 4)
-
-
-def traffic():
+@on_ranks(3)
+def test_a_rank_receives_its_shard_and_one_element():
     mesh = shared_mesh(3)
     rank = dist.get_rank()
     whole = source_tensor() if rank == 1 else None
@@ -126,10 +119,6 @@ def traffic():
     assert with_header.messages == counted.messages
     assert dict(with_header.collectives) == {"all_gather": 1}
     assert with_header.collective_bytes < 256
-
-
-def test_a_rank_receives_its_shard_and_one_element():
-    run_distributed(traffic, 3)
 
 
 def batches(limit):
@@ -204,7 +193,8 @@ def test_no_device_of_eight_holds_the_global_tensor(sizes, emulated):
     run_distributed(from_the_host, 8, sizes, timeout=300)
 
 
-def leaves():
+@on_ranks(2)
+def test_requires_grad_makes_a_leaf():
     mesh = shared_mesh(2)
     first = dist.get_rank() == 0
     whole = source_tensor()
@@ -215,11 +205,8 @@ def leaves():
     assert torch.equal(x.grad.full_tensor(), 2 * whole)
 
 
-def test_requires_grad_makes_a_leaf():
-    run_distributed(leaves, 2)
-
-
-def keeps_storage():
+@on_ranks(2)
+def test_the_source_may_reuse_its_tensor():
     mesh = shared_mesh(2)
     whole, kept = source_tensor(), source_tensor()
     x = scatter_tensor(whole if dist.get_rank() == 0 else None, mesh, [Replicate()])
@@ -227,16 +214,9 @@ def keeps_storage():
     assert torch.equal(x.to_local(), kept)
 
 
-def test_the_source_may_reuse_its_tensor():
-    run_distributed(keeps_storage, 2)
-
-
 @pytest.mark.parametrize("sizes", [(8, 0), (0, 8), (7, 1)])
+@on_ranks(2)
 def test_uneven_and_empty_shards(sizes):
-    run_distributed(uneven, 2, sizes)
-
-
-def uneven(sizes):
     whole = torch.arange(8.0)
     x = scatter_tensor(
         whole if dist.get_rank() == 1 else None, shared_mesh(2), [Shard(0)], shard_sizes={0: sizes}, source=1
@@ -245,7 +225,8 @@ def uneven(sizes):
     assert torch.equal(x.full_tensor(), whole)
 
 
-def without_naming_the_mesh():
+@on_ranks(4)
+def test_the_surrounding_mesh_is_the_default():
     grid = shared_mesh((2, 2), ("data", "domain"))
     whole = source_tensor()
     given = whole if dist.get_rank() == 3 else None
@@ -263,11 +244,8 @@ def without_naming_the_mesh():
         scatter_tensor(given, placements=[Shard(0)], source=3)
 
 
-def test_the_surrounding_mesh_is_the_default():
-    run_distributed(without_naming_the_mesh, 4)
-
-
-def to_every_rank():
+@on_ranks(4)
+def test_one_rank_gets_the_global_tensor():
     mesh = shared_mesh((2, 2))
     here = dist.get_rank()
     for destination in range(4):
@@ -284,11 +262,8 @@ def to_every_rank():
                 assert torch.equal(gathered, whole.conj()) and not gathered.requires_grad and gathered.is_contiguous()
 
 
-def test_one_rank_gets_the_global_tensor():
-    run_distributed(to_every_rank, 4)
-
-
-def of_contributions():
+@on_ranks(2)
+def test_contributions_are_reduced_on_their_way_to_one_rank():
     mesh = shared_mesh(2)
     x = ShardTensor.from_local(torch.full((3,), 1.5, dtype=torch.bfloat16), mesh, [Partial()])
     whole = gather_tensor(x, destination=1)
@@ -299,14 +274,11 @@ def of_contributions():
             gather_tensor(x, destination=destination)
 
 
-def test_contributions_are_reduced_on_their_way_to_one_rank():
-    run_distributed(of_contributions, 2)
-
-
 # -- every rank has the global tensor ----------------------------------------------------------------------------------
 
 
-def from_all_ranks():
+@on_ranks(4)
+def test_a_tensor_that_all_ranks_have_is_cut():
     """The values are those of one rank, or where None is named, each rank's own, which are the same."""
     mesh, rank = shared_mesh((2, 2)), dist.get_rank()
     for source in (0, 1, None):
@@ -331,11 +303,8 @@ def from_all_ranks():
             distribute_tensor(x, mesh, [Shard(0), Shard(1)], src_data_rank=source)
 
 
-def test_a_tensor_that_all_ranks_have_is_cut():
-    run_distributed(from_all_ranks, 4)
-
-
-def of_other_values():
+@on_ranks(2)
+def test_ranks_that_cut_other_values_are_told():
     """Nothing was compared when the tensor was cut; reading a number does."""
     caches.forget()  # as a new process: only a mesh's first calls are looked at
     x = distribute_tensor(torch.full((4,), float(dist.get_rank())), shared_mesh(2), [Shard(0)], src_data_rank=None)
@@ -343,11 +312,8 @@ def of_other_values():
         x.sum().item()
 
 
-def test_ranks_that_cut_other_values_are_told():
-    run_distributed(of_other_values, 2)
-
-
-def in_every_notation():
+@on_ranks(2)
+def test_sizes_by_number_by_name_and_alone():
     mesh, whole = shared_mesh((1, 2), ("dp", "domain")), torch.arange(8.0)
     placements, rank = [Replicate(), Shard(0)], dist.get_rank()
     expected = ShardTensor.from_local(whole[:5] if rank == 0 else whole[5:], mesh, placements, shard_sizes={1: (5, 3)})
@@ -364,7 +330,3 @@ def in_every_notation():
         expected.redistribute(shard_sizes={"lat": (5, 3)})
     with pytest.raises(ValueError, match=r"shard_sizes=\(5, 3\) .*: sizes alone need one mesh dim that shards"):
         expected.redistribute(placements=[Replicate(), Replicate()], shard_sizes=(5, 3))
-
-
-def test_sizes_by_number_by_name_and_alone():
-    run_distributed(in_every_notation, 2)

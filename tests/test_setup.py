@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from on_ranks import on_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
@@ -24,7 +25,8 @@ def as_local_rank(local_rank, devices):
     return mock.patch.dict(os.environ, {"LOCAL_RANK": str(local_rank)}), sees
 
 
-def device_of_a_process():
+@on_ranks(1)
+def test_the_device_of_a_process(emulated):
     before = torch.cuda.current_device()
     try:
         for local_rank, devices, index in ((3, 8, 3), (3, 1, 0), (0, 1, 0)):
@@ -43,10 +45,6 @@ def device_of_a_process():
         torch.cuda.set_device(before)
 
 
-def test_the_device_of_a_process(emulated):
-    run_distributed(device_of_a_process, 1)
-
-
 def test_without_accelerators_the_device_is_the_cpu():
     with mock.patch.object(torch.accelerator, "current_accelerator", lambda check_available: None):
         assert parallel.device() == torch.device("cpu")
@@ -62,7 +60,8 @@ def of_shape(**given):
     return made.mesh.mesh_dim_names, tuple(made.mesh.shape), tuple(made.inputs.mesh_dim_names), made.is_first
 
 
-def shapes():
+@on_ranks(4)
+def test_the_mesh():
     first = dist.get_rank() == 0
     assert of_shape(domain=2) == (("dp", "domain"), (2, 2), ("domain",), first)
     assert of_shape(domain="4") == (("dp", "domain"), (1, 4), ("domain",), first)  # as from argparse
@@ -83,10 +82,6 @@ def shapes():
         ValueError, match=r"ranks do not agree on the mesh and the seed: .*'domain': 4.*; give the same"
     ):
         parallel.init(device_type="cpu", domain=4 if dist.get_rank() else 2)
-
-
-def test_the_mesh():
-    run_distributed(shapes, 4)
 
 
 def numbers():
@@ -120,7 +115,9 @@ def whole_batch():
 LAYOUTS = {"pair": Pair(Shard(2), [Shard(0), Replicate()]), "array": Replicate(), "name": Replicate()}
 
 
-def of_one_batch():
+@pytest.mark.on_device
+@on_ranks(4)
+def test_a_batch_of_any_structure():
     made = parallel.init(domain=2, tp=2)
     first = made.mesh["domain"].get_local_rank() == 0 and made.mesh["tp"].get_local_rank() == 0
     for given in (whole_batch() if first else None, whole_batch()):
@@ -138,12 +135,8 @@ def of_one_batch():
         made.scatter([torch.ones(1, 2, 3), torch.ones(3)], Shard(2))
 
 
-@pytest.mark.on_device
-def test_a_batch_of_any_structure():
-    run_distributed(of_one_batch, 4)
-
-
-def split_over_all_ranks():
+@on_ranks(4)
+def test_ranks_of_a_domain_with_different_batches_are_told():
     made = parallel.init(device_type="cpu", domain=2)
     batch = torch.full((2, 4), float(dist.get_rank()))
     text = (
@@ -155,11 +148,9 @@ def split_over_all_ranks():
     assert made.scatter(same, Shard(1)).shape == (2, 4)
 
 
-def test_ranks_of_a_domain_with_different_batches_are_told():
-    run_distributed(split_over_all_ranks, 4)
-
-
-def a_step():
+@pytest.mark.on_device
+@on_ranks(4)
+def test_a_step_is_that_of_one_device():
     made = parallel.init(domain=2)
     torch.manual_seed(dist.get_rank())
     model = nn.Sequential(nn.Conv1d(2, 4, 3, padding=1), nn.GroupNorm(2, 4)).double().to(made.device)
@@ -181,15 +172,11 @@ def a_step():
         made.parallelize(model, plan={"*": "colwise"})
 
 
-@pytest.mark.on_device
-def test_a_step_is_that_of_one_device():
-    run_distributed(a_step, 4)
-
-
 # -- a model that was left on the CPU ----------------------------------------------------------------------------------
 
 
-def left_on_the_cpu():
+@on_ranks(2)
+def test_a_model_on_the_cpu(emulated):
     made = parallel.init(domain=2)
     model = nn.Conv1d(2, 4, 3, padding=1).to("cpu")
     x = made.scatter(torch.ones(1, 2, 9), Shard(2), shard_sizes=(9, 0))
@@ -203,7 +190,3 @@ def left_on_the_cpu():
         ):
             prepare(model)
     assert model.to(made.device)(x).shape == (1, 4, 9)
-
-
-def test_a_model_on_the_cpu(emulated):
-    run_distributed(left_on_the_cpu, 2)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from on_ranks import on_ranks
 from seeded import seeded
 from torch import Tensor
 from torch.distributed.tensor import Partial, Replicate, Shard
@@ -272,7 +273,8 @@ def test_results(check):
     run_distributed(check, 2)
 
 
-def overridden():
+@on_ranks(2)
+def test_an_operator_of_torch_by_a_strategy_of_the_user():
     mesh, op = shared_mesh(2), torch.ops.aten.reflection_pad1d_backward.default
     x, grad = values(5, 3, 4), values(5, 3, 6)
     sharded = [shard(t, mesh, [Shard(0)], {0: (4, 1)}) for t in (grad, x)]
@@ -289,10 +291,6 @@ def overridden():
             strategies()[op] = before
     assert found.shard_sizes == {0: (4, 1)}
     torch.testing.assert_close(found.full_tensor(), op(grad, x, [1, 1]))
-
-
-def test_an_operator_of_torch_by_a_strategy_of_the_user():
-    run_distributed(overridden, 2)
 
 
 def test_what_falls_back_is_registered():
@@ -343,7 +341,8 @@ def test_refusals(case, text):
         assert isinstance(error, UnsupportedSharding) and text in str(error), error
 
 
-def compiled():
+@on_ranks(2, timeout=120.0)
+def test_compiled():
     torch.compiler.reset()
     x, w = values(3, 7, 6), values(6, seed=1).requires_grad_()
     expected = gate(x, w, 2.0) * 3
@@ -353,7 +352,3 @@ def compiled():
     torch.testing.assert_close(found.full_tensor(), expected)
     found.sum().backward()
     torch.testing.assert_close(w.grad, slope)
-
-
-def test_compiled():
-    run_distributed(compiled, 2, timeout=120.0)

@@ -9,6 +9,7 @@ import pickle
 import pytest
 import torch
 import torch.distributed as dist
+from on_ranks import on_ranks
 from seeded import seeded
 from torch import nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
@@ -60,7 +61,8 @@ SURVIVE = {
 }
 
 
-def survive_all():
+@on_ranks(2)
+def test_it_stays_a_shardtensor_with_its_cut():
     x, whole = sharded(), whole_tensor()
     for name, f in SURVIVE.items():
         with count_communication() as counted:
@@ -77,11 +79,8 @@ def survive_all():
             assert (x * 2).sum().item() == pytest.approx((whole * 2).sum().item())
 
 
-def test_it_stays_a_shardtensor_with_its_cut():
-    run_distributed(survive_all, 2)
-
-
-def in_place():
+@on_ranks(2)
+def test_in_place_arithmetic():
     whole, other = whole_tensor(), whole_tensor(1)
     steps = [
         lambda x, y: x.__iadd__(y),
@@ -122,11 +121,9 @@ def in_place():
     assert torch.equal(x.grad.full_tensor(), expected) and x.grad.shard_sizes == x.shard_sizes
 
 
-def test_in_place_arithmetic():
-    run_distributed(in_place, 2)
-
-
-def written_flat(requires_grad):
+@pytest.mark.parametrize("requires_grad", [False, True])
+@on_ranks(2)
+def test_what_is_written_to_a_flattened_view_arrives_on_every_rank(requires_grad):
     """Of a shard that lies in memory column by column, a flattened view is a copy, unless it has one row."""
     whole, at = whole_tensor(), dist.get_rank()
     local = (whole[:1], whole[1:])[at].t().contiguous().t()
@@ -148,11 +145,6 @@ def written_flat(requires_grad):
         same_kind(leaf.grad, expected_leaf.grad, {0: (1, 7)})
 
 
-@pytest.mark.parametrize("requires_grad", [False, True])
-def test_what_is_written_to_a_flattened_view_arrives_on_every_rank(requires_grad):
-    run_distributed(written_flat, 2, requires_grad)
-
-
 IN_PLACE_REFUSED = {
     "t_": lambda x: x.t_(),
     "unsqueeze_": lambda x: x.unsqueeze_(0),
@@ -172,7 +164,8 @@ def test_what_would_change_the_layout_in_place_is_refused(name, placement):
         assert isinstance(error, NotImplementedError) and "Remedy" in str(error), repr(error)
 
 
-def deep_copies():
+@on_ranks(2)
+def test_deepcopy():
     x = sharded(requires_grad=True)
     (x * x).sum().backward()
     for original in (x, nn.Parameter(sharded()), sharded()):
@@ -195,10 +188,6 @@ def deep_copies():
         copy.deepcopy(x * 2)
 
 
-def test_deepcopy():
-    run_distributed(deep_copies, 2)
-
-
 class Model(nn.Module):
     def __init__(self):
         super().__init__()
@@ -210,7 +199,8 @@ class Model(nn.Module):
         return self.linear(x + self.position) * self.mask
 
 
-def parameters():
+@on_ranks(2)
+def test_parameters_and_buffers_of_modules():
     torch.manual_seed(0)
     model = Model()
     assert [type(p) for p in model.parameters()] == [ShardTensor, nn.Parameter, nn.Parameter]
@@ -230,11 +220,8 @@ def parameters():
     assert not model.position.requires_grad
 
 
-def test_parameters_and_buffers_of_modules():
-    run_distributed(parameters, 2)
-
-
-def pickles():
+@on_ranks(2)
+def test_pickle_and_torch_save():
     x = nn.Parameter(sharded())
     y = sharded(requires_grad=True)
     for original in (x, y, sharded()):
@@ -250,11 +237,8 @@ def pickles():
                 assert twin.grad.shard_sizes == SIZES
 
 
-def test_pickle_and_torch_save():
-    run_distributed(pickles, 2)
-
-
-def leaves():
+@on_ranks(2)
+def test_a_leafs_gradient_has_the_leafs_cut_whatever_the_consumers():
     whole = whole_tensor()
     for mark in ("method", "setter", "scatter"):
         x = sharded()
@@ -287,11 +271,8 @@ def leaves():
     same_kind(x.grad, torch.full((8, 4), 5.0, dtype=torch.float64))  # two cuts, added up
 
 
-def test_a_leafs_gradient_has_the_leafs_cut_whatever_the_consumers():
-    run_distributed(leaves, 2)
-
-
-def hooks():
+@on_ranks(2)
+def test_hooks_and_retained_gradients():
     x = sharded(requires_grad=True)
     seen = []
     x.register_hook(lambda g: seen.append(("leaf", type(g), g.shard_sizes)))
@@ -308,11 +289,8 @@ def hooks():
     assert a.shape == b.shape == (8, 4)
 
 
-def test_hooks_and_retained_gradients():
-    run_distributed(hooks, 2)
-
-
-def texts():
+@on_ranks(2)
+def test_repr_says_what_is_where_and_does_not_communicate():
     for x in (
         sharded(),
         sharded(requires_grad=True) * 2,
@@ -325,10 +303,6 @@ def texts():
         assert "ShardTensor" in text and f"rank ({dist.get_rank()},) holds" in text
         assert counted.messages == 0 and not counted.collectives
     assert "S(0)[7, 1]" in repr(sharded())
-
-
-def test_repr_says_what_is_where_and_does_not_communicate():
-    run_distributed(texts, 2)
 
 
 def scalars():
@@ -349,7 +323,8 @@ def test_scalars_mean_the_whole_value():
     assert run_distributed(scalars, 2) == [(8, 32, (8, 4), 2)] * 2
 
 
-def beside_plain_tensors():
+@on_ranks(2)
+def test_plain_tensors_count_as_whole():
     """A plain tensor counts as whole; its gradient comes back plain and complete."""
     whole, x = whole_tensor(), sharded(requires_grad=True)
     for shape in ((8, 4), (4,), (8, 1), (1, 4), (), (1,)):
@@ -368,11 +343,8 @@ def beside_plain_tensors():
     same_kind(torch.where(whole > 0, sharded(), whole * 2), torch.where(whole > 0, whole, whole * 2))
 
 
-def test_plain_tensors_count_as_whole():
-    run_distributed(beside_plain_tensors, 2)
-
-
-def beside_dtensors():
+@on_ranks(2)
+def test_dtensors_mix_in_with_gradients_both_ways():
     mesh, whole, other = shared_mesh(2), whole_tensor(), whole_tensor(1)
     for placements in ([Shard(0)], [Shard(1)], [Replicate()]):
         d = distribute_tensor(other, mesh, placements).requires_grad_()
@@ -383,10 +355,6 @@ def beside_dtensors():
         assert type(d.grad) is DTensor and type(x.grad) is ShardTensor
         torch.testing.assert_close(d.grad.full_tensor(), 2 * whole + 2 * other + 1, rtol=1e-10, atol=1e-12)
         torch.testing.assert_close(x.grad.full_tensor(), 2 * other + 0 * whole, rtol=1e-10, atol=1e-12)
-
-
-def test_dtensors_mix_in_with_gradients_both_ways():
-    run_distributed(beside_dtensors, 2)
 
 
 OPTIMIZERS = [
@@ -414,12 +382,9 @@ def train(name, options, of):
     ]
 
 
-def optimizers():
+@on_ranks(2)
+def test_optimizers_and_gradient_clipping():
     for name, options in OPTIMIZERS:
         expected = train(name, options, lambda t: t.clone())
         for got, value in zip(train(name, options, lambda t: shard(t, shared_mesh(2), [Shard(0)], SIZES)), expected):
             torch.testing.assert_close(got, value, rtol=1e-10, atol=1e-12, msg=f"{name} {options}")
-
-
-def test_optimizers_and_gradient_clipping():
-    run_distributed(optimizers, 2)

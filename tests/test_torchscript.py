@@ -7,6 +7,7 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
+from on_ranks import on_ranks
 from torch import Tensor, nn
 from torch.distributed.tensor import Shard
 
@@ -40,7 +41,9 @@ def test_scripted_and_traced_modules_take_shards(sizes):
     run_distributed(check, len(sizes), sizes)
 
 
-def train():
+@pytest.mark.slow
+@on_ranks(2)
+def test_traced_modules_learn():
     torch.manual_seed(0)
     x, network = torch.randn(IMAGE, dtype=torch.float64), Network().double()
     sharded = shard(x, shared_mesh(2), [Shard(2)], {0: (5, 3)})
@@ -53,11 +56,6 @@ def train():
             optimizer.step()
     for w, expected in zip(traced.parameters(), network.parameters(), strict=True):
         torch.testing.assert_close(w, expected)
-
-
-@pytest.mark.slow
-def test_traced_modules_learn():
-    run_distributed(train, 2)
 
 
 class Scale(nn.Module):

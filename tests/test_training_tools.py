@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from on_ranks import on_ranks
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.tensor import DTensor, Shard
@@ -324,19 +325,11 @@ REMEDIES = {
 }
 
 
-def tried(names):
-    mesh = shared_mesh((2, 2), ("dp", "domain"))
-    for name in names:
-        try:
-            REMEDIES[name](mesh)
-        except Exception as error:
-            raise AssertionError(f"{name}: {error}") from error
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("name", REMEDIES)
+@on_ranks(4)
 def test_what_to_do_instead(name):
-    run_distributed(tried, 4, [name])
+    REMEDIES[name](shared_mesh((2, 2), ("dp", "domain")))
 
 
 def test_the_page_lists_what_is_tried():

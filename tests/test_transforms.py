@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from halves import half_of, in_halves
+from on_ranks import on_ranks
 from seeded import seeded
 from torch import nn
 from torch.autograd import forward_ad
@@ -340,7 +341,8 @@ def test_transforms_on_a_mesh_of_two_axes(names):
     run_distributed(check, 4, names)
 
 
-def check_what_is_plain_stays_plain():
+@on_ranks(2)
+def test_results_are_plain_where_arguments_are_and_have_a_graph_where_one_surrounds():
     x, image = on_shards(2)
     found = grad(lambda p: call(made(UNET), p, image).square().sum())(weights_of(made(UNET)))
     assert not any(isinstance(t, ShardTensor) for t in tree_leaves(found))
@@ -354,11 +356,8 @@ def check_what_is_plain_stays_plain():
         assert not grad(lambda t: made(MLP)(t).sum())(x).requires_grad
 
 
-def test_results_are_plain_where_arguments_are_and_have_a_graph_where_one_surrounds():
-    run_distributed(check_what_is_plain_stays_plain, 2)
-
-
-def check_messages():
+@on_ranks(2)
+def test_mapping_over_a_sharded_dim_sends_nothing():
     """Each rank maps over its own rows: nothing is sent but the sums of what the ranks share."""
     x, _ = on_shards(2)
     module = made(SIREN)
@@ -370,11 +369,8 @@ def check_messages():
     assert counted != type(counted)()
 
 
-def test_mapping_over_a_sharded_dim_sends_nothing():
-    run_distributed(check_messages, 2)
-
-
-def transformed_while_captured():
+@on_ranks(2)
+def test_transforms_in_captured_graphs():
     """As if a graph were captured, in which generators have no state: nothing asks for it, and nothing goes twice."""
     x = shard(torch.ones(8), shared_mesh(2), [Shard(0)], {0: (5, 3)})
     nothing = mock.Mock(side_effect=AssertionError)
@@ -383,10 +379,6 @@ def transformed_while_captured():
         with pytest.raises(UnsupportedSharding, match="inside a transform"):
             grad(lambda t: (t * x).sum())(torch.ones(8))
         assert torch.equal(grad(lambda t: (t * t).sum())(x).full_tensor(), 2 * torch.ones(8))
-
-
-def test_transforms_in_captured_graphs():
-    run_distributed(transformed_while_captured, 2)
 
 
 # -- dual tensors -----------------------------------------------------------------------------------------------------
@@ -417,16 +409,12 @@ DUAL = {
 }
 
 
-def check_dual(names):
-    world = torch.distributed.get_world_size()
-    for name in names:
-        expected, found = plain(DUAL[name](*inputs())), plain(DUAL[name](*on_shards(world)))
-        torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12, msg=partial(said_of, name))
-
-
 @pytest.mark.parametrize("world", WORLDS)
+@on_ranks("world")
 def test_dual_tensors_have_the_tangents_of_one_device(world):
-    run_distributed(check_dual, world, list(DUAL))
+    for name, dual in DUAL.items():
+        expected, found = plain(dual(*inputs())), plain(dual(*on_shards(world)))
+        torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12, msg=partial(said_of, name))
 
 
 # -- what is refused --------------------------------------------------------------------------------------------------
@@ -519,7 +507,8 @@ HALVES = {
 }
 
 
-def half_precision():
+@on_ranks(2)
+def test_half_precision_is_about_as_exact_as_on_one_device():
     x = torch.randn(64, 32, generator=seeded(2)).bfloat16()
     layers = nn.Sequential(nn.Linear(32, 48), nn.Tanh(), nn.Linear(48, 8)).bfloat16()
     for p in layers.parameters():
@@ -532,10 +521,6 @@ def half_precision():
             assert a.dtype == b.dtype, name
             ours, theirs = (b - e).norm(), (a - e).norm()
             assert ours <= 2 * theirs, f"{name}: an error of {ours:.3g}, and {theirs:.3g} on one device"
-
-
-def test_half_precision_is_about_as_exact_as_on_one_device():
-    run_distributed(half_precision, 2)
 
 
 # -- programs without ShardTensors ----------------------------------------------------------------------------------

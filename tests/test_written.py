@@ -7,6 +7,7 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
+from on_ranks import on_ranks
 from torch.distributed.tensor import Partial, Replicate, Shard
 
 from shardtensor import ShardTensor, UnsupportedSharding, allow_gather
@@ -31,7 +32,8 @@ def cut(value, sizes=(5, 2), placement=None, requires_grad=False):
     return shard(value.clone(), shared_mesh(2), [placement], sizes, requires_grad=requires_grad)
 
 
-def results():
+@on_ranks(2)
+def test_out():
     v, x = whole(), cut(whole())
     out = cut(torch.zeros(7, 4, dtype=torch.float64), (0, 7))
     cases = [
@@ -55,29 +57,6 @@ def results():
     assert not counted.collectives and torch.equal(x.full_tensor(), v.sin())
 
 
-def test_out():
-    run_distributed(results, 2)
-
-
-def in_place():
-    v = whole()
-    for name, args in (("cumsum_", (0,)), ("cumprod_", (0,)), ("cumprod_", (1,))):
-        x, plain = cut(v, requires_grad=True), v.clone().requires_grad_()
-        written, expected = x * 2, plain * 2
-        assert getattr(written, name)(*args) is written
-        getattr(expected, name)(*args)
-        assert torch.allclose(written.full_tensor(), expected) and written.shard_sizes == {0: (5, 2)}
-        (written * v).sum().backward()
-        (expected * v).sum().backward()
-        assert torch.allclose(x.grad.full_tensor(), plain.grad)
-    total = cut(v).sum(0)
-    assert total.placements == (Partial(),)
-    with count_communication() as counted:
-        total.exp_().add_(1)
-    assert dict(counted.collectives) == {"all_reduce": 2}
-    assert total.placements == (Partial(),) and torch.allclose(total.full_tensor(), v.sum(0).exp() + 1)
-
-
 PARTIALS = {
     "add": lambda p, x: p.add_(x),
     "subtract twice": lambda p, x: p.sub_(x, alpha=2),
@@ -96,7 +75,8 @@ REDUCED = {
 }
 
 
-def written_to_partials():
+@on_ranks(2)
+def test_written_to_partials():
     v, w = whole(), whole() + 1
     for placement, sizes in ((Shard(0), (5, 2)), (Shard(1), (0, 4)), (Replicate(), None), (Partial(), None)):
         for name, function in {**PARTIALS, **REDUCED}.items():
@@ -120,11 +100,8 @@ def written_to_partials():
     assert torch.allclose(leaf.grad.full_tensor(), plain.grad)
 
 
-def test_written_to_partials():
-    run_distributed(written_to_partials, 2)
-
-
-def data_assigned():
+@on_ranks(2)
+def test_data():
     v, w = whole(), whole() + 1
     for placement, sizes in ((Shard(0), (1, 6)), (Shard(1), (0, 4)), (Replicate(), None), (Partial(), None)):
         x = cut(v)
@@ -149,15 +126,28 @@ def data_assigned():
     assert torch.equal(leaf.full_tensor(), w) and not row.full_tensor().any()
 
 
-def test_data():
-    run_distributed(data_assigned, 2)
-
-
+@on_ranks(2)
 def test_in_place():
-    run_distributed(in_place, 2)
+    v = whole()
+    for name, args in (("cumsum_", (0,)), ("cumprod_", (0,)), ("cumprod_", (1,))):
+        x, plain = cut(v, requires_grad=True), v.clone().requires_grad_()
+        written, expected = x * 2, plain * 2
+        assert getattr(written, name)(*args) is written
+        getattr(expected, name)(*args)
+        assert torch.allclose(written.full_tensor(), expected) and written.shard_sizes == {0: (5, 2)}
+        (written * v).sum().backward()
+        (expected * v).sum().backward()
+        assert torch.allclose(x.grad.full_tensor(), plain.grad)
+    total = cut(v).sum(0)
+    assert total.placements == (Partial(),)
+    with count_communication() as counted:
+        total.exp_().add_(1)
+    assert dict(counted.collectives) == {"all_reduce": 2}
+    assert total.placements == (Partial(),) and torch.allclose(total.full_tensor(), v.sum(0).exp() + 1)
 
 
-def gathered():
+@on_ranks(2)
+def test_gathered_results_are_written_back():
     v = whole()
     with allow_gather():
         x = cut(v)
@@ -176,10 +166,6 @@ def gathered():
         (y * v).sum().backward()
         (expected * v).sum().backward()
         assert torch.allclose(leaf.grad.full_tensor(), plain.grad)
-
-
-def test_gathered_results_are_written_back():
-    run_distributed(gathered, 2)
 
 
 # -- replicated tensors that take the layout of what is written to them ------------------------------------------------
@@ -265,16 +251,13 @@ def test_a_replicated_tensor_takes_the_layout_of_empty_shards(sizes):
     run_distributed(compare_replicated, len(sizes), sizes)
 
 
-def replicated_on_one_axis():
+@pytest.mark.slow
+@on_ranks(4)
+def test_a_tensor_that_is_replicated_on_one_axis():
     mesh = shared_mesh((2, 2))
     a = shard(whole(), mesh, [Shard(0), Replicate()], {0: (5, 2)})
     a += shard(whole(), mesh, [Shard(0), Shard(1)], {0: (5, 2), 1: (1, 3)})
     assert a.shard_sizes == {0: (5, 2), 1: (1, 3)} and torch.equal(a.full_tensor(), whole() * 2)
-
-
-@pytest.mark.slow
-def test_a_tensor_that_is_replicated_on_one_axis():
-    run_distributed(replicated_on_one_axis, 4)
 
 
 # -- plain tensors that become ShardTensors, see [Note: written tensors] -----------------------------------------------
@@ -339,20 +322,18 @@ def of_a_layer(x):
     return features
 
 
-def compare_programs(ranks, sizes):
+@pytest.mark.on_device
+@pytest.mark.parametrize(("ranks", "sizes"), [(2, (5, 2)), (2, (0, 7)), (3, (4, 0, 3))])
+@on_ranks("ranks")
+def test_a_plain_tensor_becomes_a_shard_tensor(ranks, sizes):
     for program in (in_turns, by_operators, by_index, by_views, of_a_layer):
         assert_matches_unsharded(
             program, whole(), mesh_shape=ranks, placements=[Shard(0)], shard_sizes={0: sizes}
         )
 
 
-@pytest.mark.on_device
-@pytest.mark.parametrize(("ranks", "sizes"), [(2, (5, 2)), (2, (0, 7)), (3, (4, 0, 3))])
-def test_a_plain_tensor_becomes_a_shard_tensor(ranks, sizes):
-    run_distributed(compare_programs, ranks, ranks, sizes)
-
-
-def one_object():
+@on_ranks(2)
+def test_it_stays_the_object_that_the_program_holds():
     v, x = whole(), cut(whole())
     out = torch.zeros(7, 4, dtype=torch.float64)
     names = {"out": out}
@@ -383,10 +364,6 @@ def one_object():
     plain = torch.zeros(7, 4, dtype=torch.float64)
     plain.add_(cut(v, placement=Replicate()))
     assert type(plain) is torch.Tensor and torch.equal(plain, v)
-
-
-def test_it_stays_the_object_that_the_program_holds():
-    run_distributed(one_object, 2)
 
 
 STATISTICS = {
@@ -507,13 +484,10 @@ class Scaled(torch.nn.Module):
         return x * state
 
 
-def compare_states():
+@on_ranks(2)
+def test_gradients_through_what_stays_plain():
     for program in (moving_averages, Scaled()):
         assert_matches_unsharded(program, whole(), mesh_shape=2, placements=[Shard(0)], shard_sizes={0: (5, 2)})
-
-
-def test_gradients_through_what_stays_plain():
-    run_distributed(compare_states, 2)
 
 
 def fail(case):

@@ -7,9 +7,10 @@ import itertools
 import pytest
 import torch
 import torch.nn.functional as F
+from on_ranks import on_ranks
 from torch.distributed.tensor import Shard
 
-from shardtensor.testing import assert_matches_unsharded, run_distributed, shard, shared_mesh
+from shardtensor.testing import assert_matches_unsharded, shard, shared_mesh
 
 
 def squares(x):
@@ -238,7 +239,9 @@ def written_before(x, make):
     return out.sin(), v * 2, gradient * x[:, 0]
 
 
-def compare(ranks, sizes):
+@pytest.mark.parametrize(("ranks", "sizes"), [(2, (5, 2)), (3, (0, 3, 4))])
+@on_ranks("ranks")
+def test_results_have_the_history_of_the_function(ranks, sizes):
     torch.manual_seed(0)
     x = torch.randn(7, 4, dtype=torch.float64)
     makers = itertools.cycle((squares, copied, by_columns))
@@ -249,12 +252,18 @@ def compare(ranks, sizes):
         assert_matches_unsharded(program, x, make, mesh_shape=ranks, placements=[Shard(0)], shard_sizes={0: sizes})
 
 
-@pytest.mark.parametrize(("ranks", "sizes"), [(2, (5, 2)), (3, (0, 3, 4))])
-def test_results_have_the_history_of_the_function(ranks, sizes):
-    run_distributed(compare, ranks, ranks, sizes)
+@on_ranks(2)
+def test_inference_mode():
+    x = shard(torch.ones(7, 4), shared_mesh(2), [Shard(0)], {0: (5, 2)})
+    with torch.inference_mode():
+        out = squares(x)
+        out.mul_(2)
+        out[:, 0] += x[:, 1]
+        assert torch.equal(out.full_tensor(), torch.tensor([[3.0, 2.0, 2.0, 2.0]]).expand(7, 4))
 
 
-def torchs_errors():
+@on_ranks(2)
+def test_torchs_errors_are_the_same():
     """What torch says of these on one device, it says on shards."""
     torch.manual_seed(0)
     v = torch.randn(7, 4, dtype=torch.float64)
@@ -273,20 +282,3 @@ def torchs_errors():
         out.add_(1)
         with pytest.raises(RuntimeError, match="has been modified by an inplace operation"):
             y.sum().backward()
-
-
-def inference():
-    x = shard(torch.ones(7, 4), shared_mesh(2), [Shard(0)], {0: (5, 2)})
-    with torch.inference_mode():
-        out = squares(x)
-        out.mul_(2)
-        out[:, 0] += x[:, 1]
-        assert torch.equal(out.full_tensor(), torch.tensor([[3.0, 2.0, 2.0, 2.0]]).expand(7, 4))
-
-
-def test_inference_mode():
-    run_distributed(inference, 2)
-
-
-def test_torchs_errors_are_the_same():
-    run_distributed(torchs_errors, 2)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from on_ranks import on_ranks
 
 from shardtensor.communication.zeros import padded, zeros_of
 from shardtensor.layout.strides import is_dense
-from shardtensor.testing import run_distributed
 
 
 @pytest.mark.parametrize(
@@ -33,7 +33,8 @@ def test_what_is_dense():
     assert not any(map(is_dense, (x[:, :, 1:], x[:1].expand(2, 3, 5, 4), x[..., ::2])))
 
 
-def kept():
+@on_ranks(1)
+def test_a_device_keeps_zeros(emulated):
     from device.emulated import counted
 
     x = torch.randn(1, 2, 3, 4)
@@ -45,7 +46,3 @@ def kept():
     assert seen.total("kernel") == 1, seen.events
     assert torch.equal(joined, torch.constant_pad_nd(x, (0, 0, 1, 0)))
     assert zeros_of((2,), x.bfloat16()).dtype == torch.bfloat16 and zeros_of((3,), x).device == x.device
-
-
-def test_a_device_keeps_zeros(emulated):
-    run_distributed(kept, 1)

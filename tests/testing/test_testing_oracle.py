@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
+from on_ranks import on_ranks
 from seeded import seeded
 from torch import nn
 from torch.distributed.tensor import Partial, Replicate, Shard
@@ -84,7 +85,8 @@ def test_faults_are_named(fault, message):
     assert str(errors[0]).count("\n") == 1, "one fault, one line"
 
 
-def mixed_arguments():
+@on_ranks(2)
+def test_plain_arguments_and_nested_outputs():
     def fn(x, scale, times, flags):
         return {"product": x * scale * times, "times": times, "flags": ~flags}
 
@@ -98,10 +100,6 @@ def mixed_arguments():
         placements=[[Shard(0)], None, None, [Shard(0)]],
         shard_sizes=[UNEVEN, None, None, UNEVEN],
     )
-
-
-def test_plain_arguments_and_nested_outputs():
-    run_distributed(mixed_arguments, 2)
 
 
 def cut_and_gather(placements, sizes):
@@ -153,12 +151,9 @@ def test_layouts_that_differ_between_ranks_fail_on_every_rank():
         assert "sizes {0: (4, 4)}) on ranks [0]" in str(error) and "sizes {0: (5, 3)}) on ranks [1]" in str(error)
 
 
-def partial_output():
+@on_ranks(2)
+def test_contributions_are_summed_before_they_are_compared():
     def fn(x):
         return x.sum(0)
 
     assert_matches_unsharded(fn, data(8, 3), mesh_shape=2, placements=[Shard(0)], shard_sizes=UNEVEN)
-
-
-def test_contributions_are_summed_before_they_are_compared():
-    run_distributed(partial_output, 2)
