@@ -42,8 +42,7 @@ def pytest_generate_tests(metafunc):
     """Tests marked ``on_device`` run on the emulated device, too; with ``--device`` all run on that one only."""
     if metafunc.config.getoption("--device") == "cpu" and metafunc.definition.get_closest_marker("on_device"):
         metafunc.fixturenames.append("device_of_ranks")
-        devices = ["cpu", pytest.param("emulated", marks=pytest.mark.by_turns)]
-        metafunc.parametrize("device_of_ranks", devices, indirect=True)
+        metafunc.parametrize("device_of_ranks", ["cpu", "emulated"], indirect=True)
 
 
 def pytest_report_header(config):

@@ -15,6 +15,8 @@ from shardtensor import ShardTensor, scatter_tensor
 from shardtensor.debug import check
 from shardtensor.testing import run_distributed, run_expecting_errors, shared_mesh
 
+pytestmark = pytest.mark.every_run
+
 
 def from_local(case):
     mesh, rank = shared_mesh(2), dist.get_rank()

@@ -29,6 +29,8 @@ from shardtensor.dispatch.registry import FUNCTIONS, OPERATORS, RULES
 from shardtensor.ops.spatial.interpolate import MODES
 from shardtensor.testing import run_distributed
 
+pytestmark = pytest.mark.every_run
+
 with contextlib.suppress(ImportError):
     import natten  # noqa: F401  # whose functions get handlers when it is imported
 

@@ -14,6 +14,8 @@ import shardtensor
 from shardtensor import UnsupportedSharding, scatter_tensor
 from shardtensor.testing import assert_matches_unsharded, count_communication, run_expecting_errors, shard, shared_mesh
 
+pytestmark = pytest.mark.every_run
+
 
 def numbers(*shape, seed=0):
     return torch.randn(shape, dtype=torch.float64, generator=seeded(seed))

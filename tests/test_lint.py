@@ -10,6 +10,8 @@ import pytest
 
 import shardtensor
 
+pytestmark = pytest.mark.every_run
+
 ROOT = Path(shardtensor.__file__).parent
 REPOSITORY = Path(__file__).resolve().parents[1]
 MODULES = {

@@ -23,6 +23,8 @@ from shardtensor import UnsupportedSharding
 from shardtensor.layout import caches
 from shardtensor.layout.spec import ShardTensorSpec
 
+pytestmark = pytest.mark.every_run
+
 aten = torch.ops.aten
 
 

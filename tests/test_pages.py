@@ -26,8 +26,8 @@ def run_on_this_rank(page: Page, folder: str, lines=None):
     return run(page, folder, lines).outcomes
 
 
-# Pages that run on the emulated device in every run; the others do in a slow one.
-FIRST_HOUR = ("README.md", "docs/quickstart.md", "docs/tutorial.md", "docs/parallel.md", "docs/data.md")
+# Pages whose programs run in every run, on both devices; those of the others run by turns.
+FIRST_HOUR = ("README.md", "docs/quickstart.md")
 # What the emulated device cannot run, by a word in the program, and why; nothing else may be here.
 NOT_EMULATED = {
     "torch.compile(": "torch.compile needs Triton",
@@ -47,7 +47,7 @@ def pytest_generate_tests(metafunc):
     cases, chosen = [], metafunc.config.getoption("--device")
     for page in PAGES:
         for device in ("cpu", "emulated") if chosen == "cpu" and page.ranks else (chosen,):
-            marks = [pytest.mark.slow] if device == "emulated" and page.name not in FIRST_HOUR else []
+            marks = [pytest.mark.every_run] if page.name in FIRST_HOUR else []
             if page.programs:
                 cases.append(pytest.param(page, device, marks=marks, id=f"{page}-{device}"))
     metafunc.parametrize("page, device_of_ranks", cases, indirect=["device_of_ranks"])

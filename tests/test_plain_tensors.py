@@ -32,6 +32,8 @@ from shardtensor.testing import (
     simulate_ranks,
 )
 
+pytestmark = pytest.mark.every_run
+
 
 def ones(*shape):
     return torch.ones(shape, dtype=torch.float64)

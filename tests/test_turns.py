@@ -5,7 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from types import SimpleNamespace
 
+import pytest
 import turns
+
+pytestmark = pytest.mark.every_run
 
 
 class Config(SimpleNamespace):
@@ -26,7 +29,7 @@ def item(module, name, *marks):
 
 def suite():
     modules = [f"tests/test_{m}.py" for m in "abcdef"]
-    return [item(module, f"test_{i}", *["by_turns"] * (i % 4 > 0)) for module in modules for i in range(40)]
+    return [item(module, f"test_{i}", *["every_run"] * (i % 4 == 0)) for module in modules for i in range(80)]
 
 
 def taken(**options):
@@ -36,18 +39,18 @@ def taken(**options):
     return {i.nodeid for i in items}
 
 
-def test_parts_have_all_tests_and_each_has_those_that_do_not_run_by_turns():
+def test_parts_have_all_tests_and_each_has_those_of_every_run():
     parts = [taken(part=str(part)) for part in range(turns.PARTS)]
     always = set.intersection(*parts)
     assert set.union(*parts) == taken(part="all") == taken() == {i.nodeid for i in suite()}
-    assert {i.nodeid for i in suite() if not i.get_closest_marker("by_turns")} == always
+    assert {i.nodeid for i in suite() if i.get_closest_marker("every_run")} == always
     by_turns = [part - always for part in parts]
     assert sum(map(len, by_turns)) == len(set.union(*by_turns))  # each in one part
-    assert max(map(len, by_turns)) < 1.5 * min(map(len, by_turns))
+    assert max(map(len, by_turns)) < 2 * min(map(len, by_turns))
 
 
 def test_each_module_keeps_its_first_test():
-    items, made = [item("tests/test_a.py", f"test_{i}", "by_turns") for i in range(9)], config(part="1")
+    items, made = [item("tests/test_a.py", f"test_{i}") for i in range(9)], config(part="1")
     turns.select(made, items)
     assert items[0].nodeid == "tests/test_a.py::test_0"
 
@@ -61,5 +64,5 @@ def test_the_part_follows_from_the_commit():
     part = turns.drawn(Path(turns.__file__).parent)
     assert 0 <= part < turns.PARTS and part == turns.drawn(Path(turns.__file__).parent)
     assert turns.drawn(Path("/")) == 0  # outside of a clone
-    assert turns.told(config(part="3")).startswith("parts: 3 of 0 to 3")
+    assert turns.told(config(part="3")).startswith("parts: 3 of 0 to 7")
     assert turns.told(config(part="all")) == "parts: all"

@@ -1,8 +1,9 @@
-"""Which tests a run takes: those marked ``by_turns`` are in one of several parts, and each run of the suite has one.
+"""Which tests a run takes: tests run by turns, each in one of several parts, and a run of the suite has one part.
 
 The part follows from the commit, so that a run repeats on another machine, and all parts have run after some commits.
 A test's part follows from its name. ``--part 3`` chooses a part, ``--part all`` takes all of them; a run that names
-files or has ``-k`` takes all that it selects. Each module keeps the first of its tests, whatever the part is.
+files or has ``-k`` takes all that it selects. Whatever the part is, a run has what is marked ``every_run``, and of each
+module the first test.
 
 ``--slice 2/8`` takes the second eighth of what is selected otherwise, to run everything in pieces.
 """
@@ -15,11 +16,11 @@ from pathlib import Path
 
 import pytest
 
-PARTS = 4
+PARTS = 8
 
 
 def add_options(parser):
-    told = f"which part of the tests that run by turns: 0 to {PARTS - 1}, or all; otherwise the commit decides"
+    told = f"which part of the tests: 0 to {PARTS - 1}, or all; otherwise the commit decides"
     parser.addoption("--part", choices=[*map(str, range(PARTS)), "all"], help=told)
     parser.addoption("--slice", metavar="I/N", help="the I-th of N pieces of what is selected")
 
@@ -45,7 +46,7 @@ def told(config) -> str:
     part = chosen(config)
     if part is None:
         return "parts: all"
-    return f"parts: {part} of 0 to {PARTS - 1} of the tests by turns (--part {part} repeats it, --part all takes all)"
+    return f"parts: {part} of 0 to {PARTS - 1} (--part {part} repeats this run, --part all has all tests)"
 
 
 def select(config, items) -> None:
@@ -54,8 +55,8 @@ def select(config, items) -> None:
     for item in items:
         first, module = item.path not in seen, item.path
         seen.add(module)
-        by_turns = item.get_closest_marker("by_turns") is not None
-        taken = part is None or first or not by_turns or number_of(item.nodeid) % PARTS == part
+        always = first or item.get_closest_marker("every_run") is not None
+        taken = part is None or always or number_of(item.nodeid) % PARTS == part
         (kept if taken else left).append(item)
     if given := config.getoption("--slice"):
         i, n = map(int, given.split("/"))
