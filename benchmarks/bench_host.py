@@ -116,8 +116,8 @@ def layer_norm(place: Place) -> Run:
     return lambda: F.layer_norm(x, (32,), weight, bias)
 
 
-def of_image(function: Callable[[Tensor], Any], place: Place) -> Run:
-    x = place(IMAGE, 2)
+def of_image(function: Callable[[Tensor], Any], place: Place, requires_grad: bool = False) -> Run:
+    x = place(IMAGE, 2, requires_grad=requires_grad)
     return lambda: function(x)
 
 
