@@ -1,4 +1,4 @@
-"""Host time of operators and of training steps: ShardTensor against plain torch on the local shape, next to bars.
+"""Host time of operators and of training steps: ShardTensor against plain torch and steps by hand, next to bars.
 
     python benchmarks/bench_host.py [--only NAME] [--rounds N] [--number N] [--quick] [--json FILE]
     python benchmarks/bench_host.py --profile NAME [--sort total]
@@ -15,8 +15,9 @@ hold whatever the memory held, as nothing is sent; denormal numbers are flushed 
 
 - Operators are relative to the run's best reference, so that their bars hold on any machine: 7.5 is 90 us where a plain
   convolution takes 12.
-- Steps (zero the gradients, forward, loss, backward) are relative to plain torch's; the same with
-  ``torch.optim.SGD.step`` included is in the note.
+- Steps (zero the gradients, forward, loss, backward) are relative to the same step written by hand, on local tensors,
+  which sends the same (``by_hand.py``). The note has the ratio to plain torch, which sends nothing, and the same with
+  ``torch.optim.SGD.step`` included.
 
 "before" is what this benchmark showed when the bars were set. The note also counts the collectives of one call.
 """
@@ -35,7 +36,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from by_hand import Convolutions
+from by_hand import OverRanks
 from report import Figure, best_and_median, chosen, finish, parser
 from timing import Run, device_type, host_time, take_device
 from torch import Tensor, nn
@@ -47,6 +48,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from shardtensor import ShardTensor
 
 GROUP = "host time, against plain torch"
+BY_HAND = 1.35  # how long a step takes at most, relative to one by hand
 REFERENCE = 12.0  # us, of the machine for which the bars are written
 BEFORE = 11.4  # us, the reference when "before" was measured
 IMAGE, TOKENS, VOLUME = (1, 8, 16, 16), (1, 32, 32), (1, 4, 8, 4, 4)  # global shapes; half of dim 2, 1, 2 is local
@@ -62,10 +64,10 @@ class Row:
     Attributes:
         name: what is printed, and what ``--only`` and ``--profile`` look for.
         make: the call to time, on the tensors that it makes with the ``Place``.
-        before, bar: microseconds of an operator on the machine of the bars; of a step the ratio to plain torch.
+        before, bar: microseconds of an operator on the machine of the bars; of a step the ratios to plain torch and to
+            the step by hand.
         grad: whether autograd is on.
-        step: whether it is a training step; ``make`` takes ``sgd`` then, too.
-        by_hand: the same on local tensors, written by hand; its ratio to plain torch is in the note.
+        step: whether it is a training step; ``make`` takes ``sgd`` and ``by_hand`` then, too.
     """
 
     name: str
@@ -74,7 +76,6 @@ class Row:
     bar: float
     grad: bool = False
     step: bool = False
-    by_hand: Callable[[Place], Run] | None = None
 
 
 # -- operators ---------------------------------------------------------------------------------------------------------
@@ -165,12 +166,13 @@ class UNet(nn.Module):
         super().__init__()
         self.down = nn.Sequential(conv_norm_act(8, 8), conv_norm_act(8, 8))
         self.lowest = nn.Sequential(nn.MaxPool2d(2), conv_norm_act(8, 16), conv_norm_act(16, 8))
+        self.larger = nn.Upsample(scale_factor=2, mode="bilinear")
         self.up = conv_norm_act(16, 8)
         self.head = nn.Conv2d(8, 8, 1)
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.down(x)
-        return self.head(self.up(torch.cat([x, upsampled(self.lowest(x))], 1)))
+        return self.head(self.up(torch.cat([x, self.larger(self.lowest(x))], 1)))
 
 
 def conv_norm_act(inputs: int, outputs: int) -> nn.Module:
@@ -195,38 +197,49 @@ def perceptron() -> nn.Module:
     return nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 32))
 
 
-def step(network: Callable[[], nn.Module], shape: Sequence[int], dim: int, place: Place, sgd: bool = False) -> Run:
+def step(
+    network: Callable[[], nn.Module],
+    shape: Sequence[int],
+    dim: int,
+    place: Place,
+    sgd: bool = False,
+    by_hand: bool = False,
+) -> Run:
     torch.manual_seed(0)
     model, x, target = network(), place(shape, dim), place(shape, dim)
+    model = OverRanks(model, 0, 2) if by_hand else model
     optimizer = torch.optim.SGD(model.parameters(), 1e-3)
 
     def run() -> None:
         optimizer.zero_grad()
-        F.mse_loss(model(x), target).backward()
+        train(model, x, target)
         if sgd:
             optimizer.step()
 
     return run
 
 
-def step_by_hand(place: Place) -> Run:
-    torch.manual_seed(0)
-    model, x, target = Convolutions(convolutions(), 0, 2), place(IMAGE, 2), place(IMAGE, 2)
-
-    def run() -> None:
-        model.zero_grad()
-        (F.mse_loss(model(x), target) / 2).backward()
-        model.sum_gradients()
-
-    return run
+def train(model: nn.Module, x: Tensor, target: Tensor) -> Tensor:
+    """Compute the gradients, of which there are none yet; returns the loss: by hand, that of this rank."""
+    loss = F.mse_loss(model(x), target)
+    if isinstance(model, OverRanks):
+        model.backward(loss)
+    else:
+        loss.backward()
+    return loss
 
 
+# The network, the global shape of its inputs, which its outputs have, too, and the sharded dim.
+NETWORKS: dict[str, tuple[Callable[[], nn.Module], Sequence[int], int]] = {
+    "small U-Net": (UNet, IMAGE, 2),
+    "conv-GN-SiLU x 6": (convolutions, IMAGE, 2),
+    "conv3d-BN-ReLU x 6": (convolutions_3d, VOLUME, 2),
+    "transformer encoder x 4": (transformer, TOKENS, 1),
+    "MLP": (perceptron, TOKENS, 1),
+}
 STEPS = [
-    Row("step: small U-Net", partial(step, UNet, IMAGE, 2), 9.2, 3.0, True, True),
-    Row("step: conv-GN-SiLU x 6", partial(step, convolutions, IMAGE, 2), 9.6, 3.5, True, True, step_by_hand),
-    Row("step: conv3d-BN-ReLU x 6", partial(step, convolutions_3d, VOLUME, 2), 9.7, 3.5, True, True),
-    Row("step: transformer encoder x 4", partial(step, transformer, TOKENS, 1), 6.5, 2.5, True, True),
-    Row("step: MLP", partial(step, perceptron, TOKENS, 1), 3.2, 2.0, True, True),
+    Row(f"step: {name}", partial(step, *network), before, BY_HAND, grad=True, step=True)
+    for (name, network), before in zip(NETWORKS.items(), (9.2, 9.6, 9.7, 6.5, 3.2), strict=True)
 ]
 
 # -- measuring ---------------------------------------------------------------------------------------------------------
@@ -263,29 +276,28 @@ def sent(run: Run, grad: bool) -> int:
 
 
 def result(row: Row, places: dict[str, Place], reference: Run, rounds: int, number: int) -> Figure:
-    """A step's figure; that of an operator still has to be divided by the reference."""
+    """The times of a row; what they are relative to is not known yet."""
     runs = {kind: row.make(place) for kind, place in places.items()}
     note = f"collectives: {sent(runs['sharded'], row.grad)}"
     if row.step:
         runs |= {f"{kind} with SGD": row.make(place, sgd=True) for kind, place in places.items()}
-    numbers = dict.fromkeys(runs, max(1, number // 10) if row.step else number)
-    kinds = runs | {"reference": reference} | ({"by hand": row.by_hand(places["plain"])} if row.by_hand else {})
-    each = dict.fromkeys(kinds, numbers["sharded"]) | {"reference": number}
-    times = best_and_median(measure(kinds, each, rounds, row.grad))
+        runs["by hand"] = row.make(places["plain"], by_hand=True)
+    numbers = dict.fromkeys(runs, max(1, number // 10) if row.step else number) | {"reference": number}
+    times = best_and_median(measure(runs | {"reference": reference}, numbers, rounds, row.grad))
     best = times["best"]
-    if row.step:
-        note = f"{best['sharded with SGD'] / best['plain with SGD']:.2f}x with SGD; {note}"
-    if row.by_hand:
-        note = f"by hand {best['by hand'] / best['plain']:.2f}x; {note}"
-    note = f"{note}; before {row.before if row.step else row.before / BEFORE:.1f}x"
     ratio = best["sharded"] / best["plain"]
+    if row.step:
+        note = f"{ratio:.2f}x of plain torch, {best['sharded with SGD'] / best['plain with SGD']:.2f}x with SGD; {note}"
+    note = f"{note}; before {row.before if row.step else row.before / BEFORE:.1f}x"
     bar = row.bar if row.step else row.bar / REFERENCE
-    return Figure(GROUP, row.name, ratio, bar=bar, **times, note=note, details={"of plain torch": ratio})
+    return Figure(GROUP, row.name, None, bar=bar, **times, note=note, details={"of plain torch": ratio})
 
 
-def relative(figure: Figure, reference: float) -> Figure:
-    """An operator's figure relative to the reference instead of plain torch."""
-    return replace(figure, name=f"{figure.name}, of a plain conv2d", value=figure.best["sharded"] / reference)
+def relative(figure: Figure, row: Row, reference: float) -> Figure:
+    """The figure with its value: of a step relative to that by hand, of an operator to the reference."""
+    against, base = ("the step by hand", figure.best["by hand"]) if row.step else ("a plain conv2d", reference)
+    shown = {kind: time for kind, time in figure.best.items() if kind in ("plain", "sharded", "by hand")}
+    return replace(figure, name=f"{row.name}, of {against}", value=figure.best["sharded"] / base, best=shown)
 
 
 def results(rows: Sequence[Row], places: dict[str, Place], rounds: int, number: int) -> list[Figure]:
@@ -294,8 +306,7 @@ def results(rows: Sequence[Row], places: dict[str, Place], rounds: int, number: 
         print(f"measuring {row.name}", file=sys.stderr)
         found.append(result(row, places, reference, rounds, number))
     best = min(figure.best["reference"] for figure in found)
-    shown = [figure if row.step else relative(figure, best) for row, figure in zip(rows, found)]
-    return [replace(f, best={k: t for k, t in f.best.items() if k in places}) for f in shown]
+    return [relative(figure, row, best) for row, figure in zip(rows, found)]
 
 
 # -- profile -----------------------------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ but the same work with nothing to send, which is the floor. The value is the rat
 of "local"; all kinds run on all ranks at once, and a round's time is the slowest rank's. Other kinds:
 
 - "DTensor", where it has the operator; where its result differs from ours, or it refuses, the row says so.
-- "by hand": a halo by send, receive and concatenation, or a ring of isend and irecv.
+- "by hand": a halo by all-to-all and concatenation, or a ring of isend and irecv.
 - "PhysicsNeMo", where it is installed: a row of its own compares the time beyond "local".
 
 The weights of the convolution are replicated DTensors, whose gradients stay contributions, so that no all-reduce is

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
 import importlib.util
 import json
 import subprocess
 import sys
 from pathlib import Path
+from unittest import mock
 
 import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import Shard
 
-from shardtensor.testing import Communication
+from shardtensor.testing import Communication, count_communication, run_distributed, shard, shared_mesh
 
 ROOT = Path(__file__).parents[1]
 BENCHMARKS = ROOT / "benchmarks"
@@ -107,6 +112,40 @@ def test_the_model_adds_latencies_and_bytes(module):
     counted = Communication(messages=3, bytes_sent=40, collective_bytes=200)
     counted.collectives.update({"all_to_all": 2, "all_reduce": 3, "all_gather": 1})
     assert machine.communication_time(links, counted) == 2 * 0.25 + 40 / 10 + 4 * 0.5 + 200 / 100
+
+
+def check_steps_by_hand():
+    with mock.patch.object(sys, "path", [str(BENCHMARKS), *sys.path]):
+        host, by_hand = importlib.import_module("bench_host"), importlib.import_module("by_hand")
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    for name, (network, shape, dim) in host.NETWORKS.items():
+        torch.manual_seed(0)
+        model, tensors = network().double(), [torch.randn(shape, dtype=torch.float64) for _ in range(2)]
+        manual = by_hand.OverRanks(copy.deepcopy(model), rank, ranks)
+        sharded = [shard(t, shared_mesh(ranks), [Shard(dim)]) for t in tensors]
+        for _ in range(2):  # in first calls, ranks also compare what they pass
+            for trained in (model, manual):
+                trained.zero_grad()
+            with count_communication() as sent:
+                loss = host.train(model, *sharded)
+            with count_communication() as sent_by_hand:
+                of_rank = host.train(manual, *(t.chunk(ranks, dim)[rank] for t in tensors)).detach()
+        assert sent_by_hand == sent, name
+        dist.all_reduce(of_rank)
+        by_name = {"loss": (of_rank / ranks, loss.full_tensor().detach())}
+        parameters = zip(model.named_parameters(), manual.parameters(), strict=True)
+        by_name |= {label: (q.grad, p.grad) for (label, p), q in parameters}
+        buffers = zip(model.named_buffers(), manual.buffers(), strict=True)
+        by_name |= {label: (c, b) for (label, b), c in buffers}
+        for part, (found, expected) in by_name.items():
+            torch.testing.assert_close(
+                found, expected, rtol=1e-10, atol=1e-13, msg=lambda text, of=f"{name}, {part}": f"{of}: {text}"
+            )
+
+
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_steps_by_hand_have_our_numbers_and_messages(ranks):
+    run_distributed(check_steps_by_hand, ranks, timeout=180)
 
 
 @pytest.mark.slow
