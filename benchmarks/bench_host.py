@@ -42,10 +42,10 @@ from timing import Run, device_type, host_time, take_device
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
-from torch.distributed.tensor.debug import CommDebugMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from shardtensor import ShardTensor
+from shardtensor.testing import count_communication
 
 GROUP = "host time, against plain torch"
 BY_HAND = 1.35  # how long a step takes at most, relative to one by hand
@@ -270,9 +270,9 @@ def measure(runs: dict[str, Run], numbers: dict[str, int], rounds: int, grad: bo
 
 
 def sent(run: Run, grad: bool) -> int:
-    with torch.set_grad_enabled(grad), CommDebugMode() as mode:
+    with torch.set_grad_enabled(grad), count_communication() as counted:
         run()
-    return mode.get_total_counts()
+    return counted.collectives.total()
 
 
 def result(row: Row, places: dict[str, Place], reference: Run, rounds: int, number: int) -> Figure:
