@@ -10,7 +10,7 @@ answer_help()  # before torch is imported, see [Note: help]
 from . import debug, extend, neighbors, ops  # noqa: F401
 from .communication.exchange import set_transport
 from .context import allow_gather, half_precision
-from .dispatch import attributes, functions, gradients, uneven, user_strategies  # noqa: F401  # some put their hooks in place
+from .dispatch import attributes, gradients, program_functions, uneven, user_strategies  # noqa: F401  # some put their hooks in place
 from .dispatch.patches import install
 from .dispatch.registry import supports
 from .dispatch.scatter import distribute_tensor, gather_tensor, scatter_tensor

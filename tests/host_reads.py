@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from shardtensor.communication import rows
+from shardtensor.communication import row_halos
 from shardtensor.ops.linalg import sparse
 
 _READS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
@@ -57,7 +57,7 @@ def host_reads() -> Iterator[Counter[str]]:
     """
     seen: Counter[str] = Counter()
     with ExitStack() as stack:
-        for module in (rows, sparse):
+        for module in (row_halos, sparse):
             stack.enter_context(mock.patch.object(module, "check_same", _compared_later))
         for name in _METHODS:
             stack.enter_context(mock.patch.object(Tensor, name, _counting(name, seen)))

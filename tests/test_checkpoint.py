@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from test_chunks import SHAPE, WORLDS, numbers, state
+from test_rank_part import SHAPE, WORLDS, numbers, state
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.tensor import Shard
 

@@ -43,7 +43,7 @@ from ..ranks.agreement import gather_over_mesh, usable_mesh
 from ..ranks.failures import communicating
 from ..ranks.groups import new_group, number_of_groups
 from ..ranks.history import calling
-from ..ranks.rows import gather_rows, gather_texts
+from ..ranks.integer_rows import gather_rows, gather_texts
 from ..ranks.streams import wait_for_streams
 from . import messages
 from .layout import Layout, MeshlessSpec

@@ -34,9 +34,9 @@ from ..layout.spec import ShardTensorSpec
 from ..layout.strides import apart
 from ..ranks.first_use import PlainOperands
 from ..ranks.history import here
-from .copies import Back, Moved, check_written, note_copies, note_write, represents_view
-from .found import INDICES, note_views, raise_versions
+from .copied_views import Back, Moved, check_written, note_copies, note_write, represents_view
 from .gathering import STRIDED, gathered
+from .index_findings import INDICES, note_views, raise_versions
 from .open_layouts import (
     REDUCES_BY_INDEX,
     decide,

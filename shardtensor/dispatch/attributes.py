@@ -9,10 +9,10 @@ from torch import Tensor
 
 from .._compat import DisableTorchFunction, counting_writes, is_traced, tracing
 from ..errors import refuse
-from .copies import count_writes, share_writes
-from .found import INDICES
-from .plain_tensors import local_size_error
+from .copied_views import count_writes, share_writes
+from .index_findings import INDICES
 from .registry import Refusal, register
+from .size_errors import local_size_error
 from .tensor import ShardTensor, mark_leaf, promote, redistribute_to, wrap
 
 

@@ -16,12 +16,12 @@ from ..errors import PLAIN_TARGET, UnsupportedSharding, refuse
 from ..layout.spec import ShardTensorSpec
 from ..ranks.first_use import forget_operands, note_operand
 from ..ranks.history import here
-from . import levels
+from . import transform_levels
 from .aten_calls import run
-from .copies import mark_copied
-from .plain_tensors import explain, writes
+from .copied_views import mark_copied
 from .planning import SCALARS, converted, flat
 from .registry import FUNCTIONS, function_of
+from .size_errors import explain, writes
 from .tensor import ShardTensor, from_dtensor, promote, redistribute_to
 from .written import LISTS, MAY_BE_WRITTEN, WrittenTensor, call_on_sharded, write_to_plain
 
@@ -115,7 +115,7 @@ def _unusual(func: Callable[..., Any], types: Sequence[type], args: Sequence[Any
     if WrittenTensor in types:
         return call_on_sharded(func, args, kwargs)
     if transforms_active() or forward_mode._current_level >= 0:
-        result = levels.carried_out(func, args, kwargs)
+        result = transform_levels.carried_out(func, args, kwargs)
         if result is not NotImplemented:
             return result
     if args and type(args[0]) in _TARGETS and writes(func):

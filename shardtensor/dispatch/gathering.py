@@ -17,7 +17,7 @@ from ..communication.redistribute import redistribute_local
 from ..errors import refuse
 from ..layout.spec import ShardTensorSpec
 from ..layout.strides import lies_dense
-from .copies import mark_copied, note_write
+from .copied_views import mark_copied, note_write
 from .planning import distributed_operands, is_inplace, meta_of, returns_view, spec_of
 from .tensor import wrap
 

@@ -44,14 +44,14 @@ from .._compat import (
 )
 from .._compat.c10d import group_along
 from ..communication.redistribute import all_gather, redistribute_local
-from ..communication.rows import RowHalo, each_once
+from ..communication.row_halos import RowHalo, each_once
 from ..errors import UnsupportedSharding
 from ..layout.geometry import boundaries_of, chunk_sizes, map_boundaries, sizes_of
 from ..layout.placements import AxisLayout
 from ..layout.spec import ShardTensorSpec
 from ..ranks.cuda_graphs import is_capturing
-from .copies import lose
-from .found import all_kept, found, is_kept
+from .copied_views import lose
+from .index_findings import all_kept, found, is_kept
 from .planning import AtenCall, distributed_operands, meta_of, returning
 from .registry import rule_of
 

@@ -39,7 +39,7 @@ from ..errors import UnsupportedSharding, refuse
 from ..layout import caches
 from ..layout.placements import AxisLayout, without_owners
 from ..layout.spec import ShardTensorSpec
-from .copies import check_current
+from .copied_views import check_current
 from .registry import META_FUNCTIONS
 
 # Arguments that hold no tensor, and say all about themselves to a plan.
@@ -58,10 +58,10 @@ class AtenPlan:
             ``(index,)``, ``(index, item)`` for a tensor in a list, or ``(keyword,)``.
         call: what runs on the local arguments; None means the operator itself.
         returns_self: an in-place operator, which returns its first argument.
-        may_copy: a view that some ranks may have to copy, see [Note: views that are copies] in copies.py.
+        may_copy: a view that some ranks may have to copy, see [Note: views that are copies] in copied_views.py.
         call_moves: ``call`` itself brings elements to other ranks: what represents a view is a copy on all of them.
         keeps: the path of an operand with which ``call``, which gets it by the name ``keeper``, keeps what it finds
-            about its values, see found.py.
+            about its values, see index_findings.py.
         opens: the layout of the result, a new tensor, is open, see open_layouts.py.
     """
 

@@ -46,11 +46,11 @@ from ..layout.placements import ShardSizes, check_own_shard, normalize_placement
 from ..layout.spec import ShardTensorSpec, SizedPlacements
 from ..layout.strides import dense_stride, is_dense
 from ..ranks.agreement import MAX_NDIM, agree_on_local, compare_histories
-from . import chunks
-from .copies import check_current
-from .levels import InsideLevels
+from . import rank_part
+from .copied_views import check_current
 from .open_layouts import close
 from .planning import converted, has_owner, meta_of, reduced_by_dtensor, replicated_spec, spec_of
+from .transform_levels import InsideLevels
 
 
 class ShardTensor(DTensor):
@@ -88,7 +88,7 @@ class ShardTensor(DTensor):
 
     _local_tensor: Tensor
     _spec: ShardTensorSpec
-    # See copies.py; the last two: open_layouts.py, found.py.
+    # See copied_views.py; the last two: open_layouts.py, index_findings.py.
     _copied: Any = ()
     _viewed: Any = None
     _writes: Any = None
@@ -263,12 +263,12 @@ class ShardTensor(DTensor):
         raise refuse("as_subclass", self, f"a ShardTensor cannot be of class {cls.__name__}, too", remedy)
 
     def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
-        where = f"{self._spec}, rank {self._spec.coordinate} holds {chunks.described(self._spec)}"
+        where = f"{self._spec}, rank {self._spec.coordinate} holds {rank_part.described(self._spec)}"
         return f"{where}\n{self._local_tensor}"
 
     def _repr_html_(self) -> str:
         """What a notebook shows: the layout, which every rank knows."""
-        return chunks.as_html(self._spec)
+        return rank_part.as_html(self._spec)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardTensor:
         if id(self) in memo:
@@ -293,10 +293,10 @@ class ShardTensor(DTensor):
         raise TypeError("ShardTensor pickles through __reduce_ex__")
 
     def __create_write_items__(self, fqn: str, object: Any) -> list[Any]:
-        return chunks.write_items(fqn, self)
+        return rank_part.write_items(fqn, self)
 
     def __create_chunk_list__(self) -> list[Any]:
-        return chunks.of_rank(self)
+        return rank_part.of_rank(self)
 
     def __get_tensor_shard__(self, index: Any) -> Tensor:
         return self._local_tensor

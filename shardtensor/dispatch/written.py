@@ -49,8 +49,8 @@ from .._compat import (
 from ..errors import refuse
 from .metrics import warn_of_state
 from .open_layouts import Take, leave_open, taken_by_index
-from .plain_tensors import writes
 from .planning import converted, flat
+from .size_errors import writes
 from .tensor import ShardTensor, promote, redistribute_to, to_part
 
 # Classes of plain tensors, but for parameters; previews have tensors without data.

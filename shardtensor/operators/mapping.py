@@ -23,8 +23,8 @@ from torch.overrides import TorchFunctionMode
 from .._compat import tree_flatten, tree_unflatten
 from .._compat.functorch import batched_inputs, first_node_after, flattened_like, is_made_since
 from ..context import Setting
-from ..dispatch.levels import InsideLevels
 from ..dispatch.tensor import ShardTensor, from_dtensor, from_part, promote, redistribute_to, to_part
+from ..dispatch.transform_levels import InsideLevels
 from ..errors import refuse
 from ..layout.geometry import aligned_sizes
 from ..layout.placements import AxisLayout

@@ -35,9 +35,9 @@ from torch.func import grad, grad_and_value, hessian, jacfwd, jacrev, jvp, linea
 from .._compat import AutogradFunction, alias, transforms_active, tree_flatten, tree_leaves, tree_map, tree_unflatten
 from .._compat.functorch import make_dual, replace_transforms, replaced_arguments, sliced_arguments, traces_graph
 from ..dispatch.gradients import NotTwice, for_tangents
-from ..dispatch.levels import InsideLevels, pushes_forward
 from ..dispatch.registry import TRANSFORMS, Support
 from ..dispatch.tensor import ShardTensor, as_gradient, mark_leaf, wrap
+from ..dispatch.transform_levels import InsideLevels, pushes_forward
 from ..errors import refuse
 from .mapping import draws_are_captured, mapped, met, random_states
 from .tangents import pushing_tangents

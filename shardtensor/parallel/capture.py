@@ -29,7 +29,7 @@ from ..dispatch.tensor import ShardTensor, wrap
 from ..layout.caches import forgets
 from ..ranks.cuda_graphs import module_with_graphs
 from ..ranks.history import counts, record
-from ..ranks.rows import gather_rows, gather_texts
+from ..ranks.integer_rows import gather_rows, gather_texts
 
 P = ParamSpec("P")
 R = TypeVar("R")

@@ -17,7 +17,7 @@ from torch.utils.data import Dataset, DistributedSampler
 
 from .._compat import PyTree, tree_map
 from ..data.batches import scatter_batch
-from ..ranks.rows import gather_rows
+from ..ranks.integer_rows import gather_rows
 from .prepare import Parallelized, parallelize
 
 AXES = ("dp", "domain", "tp")

@@ -42,7 +42,7 @@ from .cuda_graphs import is_capturing
 from .debug_mode import check_call, debug_enabled
 from .first_use import note_copies
 from .history import WIDTH, before_new, difference, fingerprint, forget_history, record, values_compared
-from .rows import alike, gather_rows, gather_texts
+from .integer_rows import alike, gather_rows, gather_texts
 from .summaries import digest_of_some
 from .waiting import wait_for
 

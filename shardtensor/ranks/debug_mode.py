@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from .callers import called_from
 from .history import here, record
-from .rows import gather_rows, gather_texts
+from .integer_rows import gather_rows, gather_texts
 
 # The dict behind os.environ, which is asked once per communication: os.environ itself takes ten times as long.
 _environment = os.environ._data  # type: ignore[attr-defined]

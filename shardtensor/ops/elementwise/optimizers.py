@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from ..._compat import OpOverload, counting_writes
 from ..._compat.c10d import group_along
 from ...communication.redistribute import all_reduce, redistribute_local
-from ...dispatch.found import raise_versions
+from ...dispatch.index_findings import raise_versions
 from ...dispatch.planning import AtenCall, AtenPlan, Path, Rule, is_inplace, meta_of, on_meta, spec_of
 from ...dispatch.registry import default_rule, register, rule_of
 from ...dispatch.tensor import wrap

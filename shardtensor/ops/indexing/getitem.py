@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from ...dispatch.copies import mark_copied
+from ...dispatch.copied_views import mark_copied
 from ...dispatch.registry import DECLINED, register
 from ...dispatch.tensor import ShardTensor
 from ...layout.spec import ShardTensorSpec

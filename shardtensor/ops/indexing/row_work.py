@@ -3,7 +3,7 @@
 [Note: by rows] Where one sharded dim is indexed, and each rank of its mesh dim has a part of the index, a rank reads
 rows of its shard and of others' for its part: the index is sharded, or it is whole on every rank, which takes the part
 that belongs to its part of the result or of what is added. It fetches the rows of others, puts them behind its shard,
-and calls the kernel once with the places of rows in both, see [Note: row halos] in communication/rows.py. What
+and calls the kernel once with the places of rows in both, see [Note: row halos] in communication/row_halos.py. What
 accumulates works backwards: each rank adds to its shard and to room behind it, and returns what it has there. For half
 precision the room is in float32, as contributions are.
 
@@ -20,9 +20,9 @@ from typing import Any
 from torch import Tensor
 
 from ..._compat.c10d import group_along
-from ...communication.rows import RowHalo, check_same_on_ranks
+from ...communication.row_halos import RowHalo, check_same_on_ranks
 from ...communication.tracing import is_traced
-from ...dispatch.found import found, is_kept
+from ...dispatch.index_findings import found, is_kept
 from ...dispatch.planning import Path, operand
 from ...layout.geometry import intervals_of, resized
 from ...layout.placements import wide_dtype

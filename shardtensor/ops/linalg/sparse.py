@@ -4,8 +4,8 @@ The matrix is plain, and the same on every rank. No plans are kept of these: a p
 
 [Note: rows of matrices] Where rows of the other operand are sharded, the dim that is summed over, a rank computes the
 rows of the result that are as its rows of the operand, or an even part where the matrix is not square. It needs the
-rows that its part of the matrix reads: a halo, as that of an index ([Note: row halos] in communication/rows.py). Each
-rank finds it by itself, after ranks have compared their indices, and keeps it with the matrix, as it does where its
+rows that its part of the matrix reads: a halo, as that of an index ([Note: row halos] in row_halos.py). Each rank
+finds it by itself, after ranks have compared their indices, and keeps it with the matrix, as it does where its
 entries are; values are taken anew in each call. What the backward pass multiplies by the transposed part goes back to
 the owners. Where a matrix reads more rows than resharding the operand would move, it is resharded, as for any matrix.
 
@@ -28,8 +28,8 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from ..._compat import AutogradFunction, OpOverload, TensorMeta, hidden_from_program, is_traced, sparse_parts, tree_map
 from ..._compat.c10d import group_along
-from ...communication.rows import RowHalo, check_same, check_same_on_ranks
-from ...dispatch.found import found, is_kept
+from ...communication.row_halos import RowHalo, check_same, check_same_on_ranks
+from ...dispatch.index_findings import found, is_kept
 from ...dispatch.registry import DECLINED, register
 from ...dispatch.tensor import ShardTensor, from_part, redistribute_to, to_part
 from ...errors import refuse

@@ -22,7 +22,7 @@ from torch.distributed.tensor import Shard
 from ..._compat import TensorMeta
 from ...communication.halo import Fetch
 from ...communication.tracing import goes_into_graph
-from ...dispatch.found import found
+from ...dispatch.index_findings import found
 from ...errors import refuse
 from ...layout.geometry import Interval, chunk_sizes, intervals_of
 from ...layout.placements import AxisLayout

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..._compat.c10d import group_along
 from ...communication.redistribute import all_gather
-from ...dispatch.found import INDICES
+from ...dispatch.index_findings import INDICES
 from ...dispatch.planning import AtenCall, AtenPlan
 from ...dispatch.registry import DECLINED, register
 from ...dispatch.tensor import ShardTensor, wrap

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed.tensor import Partial, Replicate
 
 from ..._compat import TensorMeta
-from ...dispatch.copies import Moved, mark_copied
+from ...dispatch.copied_views import Moved, mark_copied
 from ...dispatch.planning import AtenCall, AtenPlan, argument, meta_of
 from ...dispatch.registry import DECLINED
 from ...dispatch.tensor import redistribute_to

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ...communication.halo import Fetch
 from ...dispatch import planning
-from ...dispatch.copies import Moved, mark_copied
+from ...dispatch.copied_views import Moved, mark_copied
 from ...dispatch.tensor import redistribute_to
 from ...layout.geometry import Window, intervals_of, map_boundaries
 from ...layout.spec import ShardTensorSpec

@@ -15,7 +15,7 @@ from torch.distributed.tensor import Replicate, Shard
 
 import shardtensor
 from shardtensor import ShardTensor
-from shardtensor.communication import rows
+from shardtensor.communication import row_halos
 from shardtensor.testing import (
     assert_matches_unsharded,
     count_communication,
@@ -55,7 +55,7 @@ class looks:
     """Counts how often this rank looks at an index."""
 
     def __enter__(self):
-        self._patch = mock.patch.object(rows, "wanted", wraps=rows.wanted)
+        self._patch = mock.patch.object(row_halos, "wanted", wraps=row_halos.wanted)
         self._calls = self._patch.__enter__()
         return self
 

@@ -13,7 +13,7 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 
 from shardtensor import ShardTensor, UnsupportedSharding
 from shardtensor._compat import sparse_parts
-from shardtensor.communication import rows
+from shardtensor.communication import row_halos
 from shardtensor.ops.linalg.sparse import Pattern, SparseProduct
 from shardtensor.testing import (
     assert_matches_unsharded,
@@ -204,7 +204,7 @@ def check_bytes(ranks, sizes):
         s = adjacency(24, layout)
         x = shard(data(24**2, FEATURES), shared_mesh(ranks), [Shard(0)], {0: sizes}, requires_grad=True)
         for step in range(3):
-            with mock.patch.object(rows, "wanted", wraps=rows.wanted) as looks:
+            with mock.patch.object(row_halos, "wanted", wraps=row_halos.wanted) as looks:
                 with count_communication() as forward:
                     y = s @ x
                 assert y.placements == (Shard(0),) and y.shard_sizes == {0: tuple(sizes)}
@@ -364,7 +364,7 @@ def check_changes():
         s = made(layout, places, values, (9, 9))
 
         def look(label, s=s, x=x, layout=layout):
-            with mock.patch.object(rows, "wanted", wraps=rows.wanted) as looks:
+            with mock.patch.object(row_halos, "wanted", wraps=row_halos.wanted) as looks:
                 got = s @ x
             torch.testing.assert_close(got.full_tensor(), s.to_dense() @ data(9, 3))
             found[label, layout] = looks.call_count

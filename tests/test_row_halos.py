@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardtensor.communication.rows import wanted
+from shardtensor.communication.row_halos import wanted
 from shardtensor.layout.geometry import boundaries_of, intervals_of
 
 

@@ -9,7 +9,7 @@ in the two its row is. In the other direction a rank first adds up, in the same 
 and sends each once.
 
 Looking at an index takes the host; what was found is therefore kept with the index, see [Note: found] in
-dispatch/found.py.
+dispatch/index_findings.py.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from .._compat.c10d import device_of
 from ..errors import RanksDiffer
 from ..layout.geometry import boundaries_of
 from ..ranks.history import SAME_VALUES
-from ..ranks.rows import gather_rows
+from ..ranks.integer_rows import gather_rows
 from ..ranks.summaries import digest
 from .exchange import Exchange
 from .redistribute import all_gather, reduced

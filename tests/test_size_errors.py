@@ -21,7 +21,7 @@ from shardtensor import (
     UnsupportedSharding,
     allow_gather,
 )
-from shardtensor.dispatch.plain_tensors import writes
+from shardtensor.dispatch.size_errors import writes
 from shardtensor.ranks.waiting import observed
 from shardtensor.testing import (
     count_communication,

@@ -17,9 +17,9 @@ from torch import Tensor
 from .._compat import transforms_active
 from .._compat.functorch import innermost_transform, unpack_dual
 from ..errors import UnsupportedSharding, error_text, refuse
-from .plain_tensors import writes
 from .planning import converted, flat
 from .registry import register
+from .size_errors import writes
 
 REMEDY = (
     "call torch.func.grad, vjp, jvp, jacrev, jacfwd, hessian or vmap outside of other transforms, or differentiate by "
