@@ -1,7 +1,7 @@
 # make test                      the suite, in a fresh .venv
 # make test ARGS="-k conv -x"    the same with arguments for pytest
 # make test-all                  every test, also slow ones and those that run by turns (hours); SLICE=3/8 for one piece
-# make test-torch TORCH=2.11.0   the suite on another torch, in a .venv of its own
+# make test-torch TORCH=2.11.0   all of its parts on another torch, in a .venv of its own
 # make networks                  unmodified networks of many packages, in .venv-networks (long)
 # make networks ARGS="-k kornia" some of them
 # make sweep OP=softmax          every sample of an operator on 2 and 3 ranks, with gradients
@@ -132,7 +132,7 @@ test-torch:
 	@echo 'torch==$(TORCH)' >> .venv-$(TORCH)/constraints.txt
 	.venv-$(TORCH)/bin/python -m pip install $(PIP_FLAGS) -c .venv-$(TORCH)/constraints.txt -e '.[test]' 'setuptools>=77'
 	.venv-$(TORCH)/bin/python -m pip install $(PIP_FLAGS) -c .venv-$(TORCH)/constraints.txt --no-build-isolation natten
-	.venv-$(TORCH)/bin/python -m pytest $(ARGS)
+	.venv-$(TORCH)/bin/python -m pytest --part all $(ARGS)
 
 clean:
 	rm -rf .venv .venv-* build dist docs/_build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -2,8 +2,8 @@
 
 The part follows from the commit, so that a run repeats on another machine, and all parts have run after some commits.
 A test's part follows from its name. ``--part 3`` chooses a part, ``--part all`` takes all of them; a run that names
-files or has ``-k`` takes all that it selects. Whatever the part is, a run has what is marked ``every_run``, and of each
-module the first test.
+files or has ``-k``, and one with ``--device`` or ``--process-group``, takes all that it selects. Whatever the part is,
+a run has what is marked ``every_run``, and of each module the first test.
 
 ``--slice 2/8`` takes the second eighth of what is selected otherwise, to run everything in pieces.
 """
@@ -31,7 +31,8 @@ def chosen(config) -> int | None:
     if given is not None:
         return None if given == "all" else int(given)
     whole_suite = config.args_source == pytest.Config.ArgsSource.TESTPATHS and not config.getoption("keyword")
-    return drawn(config.rootpath) if whole_suite else None
+    usual = config.getoption("device") == "cpu" and not config.getoption("process_group")
+    return drawn(config.rootpath) if whole_suite and usual else None
 
 
 def drawn(root: Path) -> int:
