@@ -1,4 +1,5 @@
-"""What workers of the pool import first: all process groups of a process share one thread that waits for messages.
+"""What workers of the pool import first: all process groups of a process share one thread that waits for messages, and
+communication is late where the suite runs so.
 
 By default each group of gloo's has a device of its own, whose thread wakes a hundred times a second. The ranks of four
 are in seventy groups when the suite ends: their threads took a seventh of its CPU time.
@@ -6,6 +7,7 @@ are in seventy groups when the suite ends: their threads took a seventh of its C
 
 from __future__ import annotations
 
+import os
 from datetime import timedelta
 
 from torch.distributed import distributed_c10d
@@ -21,3 +23,7 @@ class OfOneDevice(distributed_c10d.ProcessGroupGloo):
 
 
 distributed_c10d.ProcessGroupGloo = OfOneDevice
+if os.environ.get("SHARDTENSOR_TEST_PROCESS_GROUP") == "late":
+    from late import stay_late
+
+    stay_late()

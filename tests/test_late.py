@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from late import late_communication
 from seeded import seeded
 from torch import nn
 from torch.distributed.fsdp import fully_shard
@@ -18,7 +19,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from shardtensor import attention_method, set_transport
 from shardtensor.data import ShardLoader
-from shardtensor.testing import late_communication, run_distributed, shard, shared_mesh
+from shardtensor.testing import run_distributed, shard, shared_mesh
 
 CUTS = {2: (7, 4), 3: (5, 1, 5)}
 

@@ -75,12 +75,6 @@ def current_node() -> int:
     return -1 if node is None else int(node._sequence_nr())
 
 
-def c10d_operators() -> list[str]:
-    """The names of c10d's operators that communicate."""
-    names = (name.removeprefix("c10d::") for name in torch._C._dispatch_get_all_op_names() if name.startswith("c10d::"))
-    return [name for name in names if name != "check_for_nan"]
-
-
 def without_graphs() -> AbstractContextManager[Any]:
     """Run compiled functions eagerly: where a mode sees operators torch does so, but raises where it wants one graph.
 

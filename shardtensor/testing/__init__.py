@@ -6,7 +6,6 @@
   :func:`shard` makes a ShardTensor of a global tensor.
 - :func:`on_device` gives the ranks devices other than the CPU.
 - :func:`count_communication` counts messages, bytes and collectives.
-- :func:`late_communication` delays results, and reads of buffers, as much as NCCL may.
 - :func:`simulate_ranks` runs a function as each rank of a large world in turn, without processes.
 
 ``import shardtensor`` does not import this package.
@@ -15,7 +14,6 @@
 from ..observe.counting import Communication, count_communication
 from ..observe.simulate import simulate_ranks
 from .failures import DistributedFailure, RemoteError
-from .late import late_communication
 from .mesh import shared_mesh
 from .oracle import assert_matches_unsharded, shard
 from .pool import TooFewDevices, on_device, run_distributed, run_expecting_errors, shutdown_pools
@@ -27,7 +25,6 @@ __all__ = [
     "TooFewDevices",
     "assert_matches_unsharded",
     "count_communication",
-    "late_communication",
     "on_device",
     "run_distributed",
     "run_expecting_errors",

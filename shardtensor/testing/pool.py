@@ -29,14 +29,11 @@ import torch
 import torch.distributed as dist
 
 from .failures import Outcome, failure, own_threads
-from .late import stay_late
 
 START_TIMEOUT = 180.0
 COLLECTIVE_TIMEOUT = 30.0  # gloo's own; shorter than a call's default, so that an unmatched collective raises first
 GRACE = 5.0  # how long the others may still take once one rank has failed
 HEALTH_TIMEOUT = 3.0
-# An environment variable: "gloo", or "late" for workers that stay in late_communication.
-PROCESS_GROUP = "SHARDTENSOR_TEST_PROCESS_GROUP"
 # Environment variables: the type of the workers' devices, and a module that they import before torch.
 DEVICE = "SHARDTENSOR_TEST_DEVICE"
 PRELOAD = "SHARDTENSOR_TEST_PRELOAD"
@@ -172,9 +169,6 @@ class Pool:
                 raise TooFewDevices(
                     f"{world_size} ranks need as many devices of type {device_type}; there are {devices}"
                 )
-        name = os.environ.get(PROCESS_GROUP, "gloo")
-        if name not in ("gloo", "late"):
-            raise ValueError(f"{PROCESS_GROUP}={name}: choose 'gloo' or 'late'")
         self.folder = Path(tempfile.mkdtemp(prefix="shardtensor-pool-"))
         self.connections: list[Connection] = []
         self.processes: list[subprocess.Popen[bytes]] = []
@@ -207,10 +201,6 @@ class Pool:
             outcomes = self.collect(START_TIMEOUT, GRACE)
             if any(outcome.kind != "ready" for outcome in outcomes):
                 raise failure(f"the start of a pool of {world_size}", outcomes, START_TIMEOUT)
-            if name == "late":
-                outcomes = self.run(("call", list(sys.path), pickle.dumps((stay_late, (), {}))), START_TIMEOUT, GRACE)
-                if any(outcome.kind != "returned" for outcome in outcomes):
-                    raise failure("stay_late", outcomes, START_TIMEOUT)
         except BaseException:
             self.close(at_once=True)
             raise

@@ -15,9 +15,9 @@ os.environ["LOCAL_RANK"] = "0"
 import gloo_threads  # noqa: F401
 import torch
 import torch.distributed as dist
+from late import c10d_operators
 
 from shardtensor._compat import hidden_from_program, tree_leaves, tree_map
-from shardtensor.observe._compat import c10d_operators
 
 dist.Backend.default_device_backend_map["cuda"] = "gloo"
 

@@ -11,12 +11,12 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
+from late import late_communication
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from shardtensor.testing import (
-    late_communication,
     run_distributed,
     run_expecting_errors,
     shared_mesh,
@@ -356,12 +356,6 @@ def fresh_pools():
 
 
 @pytest.mark.parametrize("choice, late", [("late", True), pytest.param("gloo", False, marks=pytest.mark.slow)])
-def test_an_environment_variable_chooses_for_all_workers(fresh_pools, monkeypatch, choice, late):
+def test_the_suite_chooses_for_all_workers(fresh_pools, monkeypatch, choice, late):
     monkeypatch.setenv("SHARDTENSOR_TEST_PROCESS_GROUP", choice)
     assert run_distributed(reads_at_once, 2) == [(late, [2.0, 2.0])] * 2
-
-
-def test_an_unknown_choice_is_refused(fresh_pools, monkeypatch):
-    monkeypatch.setenv("SHARDTENSOR_TEST_PROCESS_GROUP", "punctual")
-    with pytest.raises(ValueError, match="choose 'gloo' or 'late'"):
-        run_distributed(reads_at_once, 2)

@@ -21,6 +21,7 @@ nobody waits for it.
 
 from __future__ import annotations
 
+import os
 import random
 import threading
 import time
@@ -36,9 +37,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .._compat import hidden_from_program, tree_leaves, tree_map
-from ..layout.strides import as_bytes
-from ..observe._compat import Kernel, c10d_operators, group_of, put_in_front
+from shardtensor._compat import hidden_from_program, tree_leaves, tree_map
+from shardtensor.layout.strides import as_bytes
+from shardtensor.observe._compat import Kernel, group_of, put_in_front
 
 
 class late_communication:  # named like torch.no_grad, which works alike
@@ -57,16 +58,13 @@ class late_communication:  # named like torch.no_grad, which works alike
         RuntimeError: in ``wait()``: the program has written to a tensor of an incomplete operation.
 
     Example:
-        >>> import torch, torch.distributed as dist
-        >>> def too_early():
-        ...     total = torch.ones(2)
-        ...     with late_communication():
-        ...         work = dist.all_reduce(total, async_op=True)
-        ...         early = total.tolist()
-        ...         work.wait()
-        ...     return early, total.tolist()
-        >>> run_distributed(too_early, 2)  # doctest: +SKIP
-        [([nan, nan], [2.0, 2.0]), ([nan, nan], [2.0, 2.0])]
+        >>> total = torch.ones(2)
+        >>> with late_communication():
+        ...     work = dist.all_reduce(total, async_op=True)
+        ...     early = total.tolist()
+        ...     work.wait()
+        >>> early, total.tolist()  # on 2 ranks
+        ([nan, nan], [2.0, 2.0])
     """
 
     def __init__(self, seconds: float = 0.002, seed: int = 0) -> None:
@@ -90,8 +88,14 @@ class late_communication:  # named like torch.no_grad, which works alike
 
 
 def stay_late(seconds: float = 0.002, seed: int = 0) -> None:
-    """Enter :class:`late_communication` for the rest of the process; the pool's workers do where the suite runs so."""
+    """Enter :class:`late_communication` for the rest of the process, before or after it has a process group."""
     _for_good.enter_context(late_communication(seconds, seed))
+
+
+def c10d_operators() -> list[str]:
+    """The names of c10d's operators that communicate."""
+    names = (name.removeprefix("c10d::") for name in torch._C._dispatch_get_all_op_names() if name.startswith("c10d::"))
+    return [name for name in names if name != "check_for_nan"]
 
 
 class _Scene:
@@ -99,7 +103,7 @@ class _Scene:
 
     def __init__(self, seconds: float, seed: int) -> None:
         self._seconds = seconds
-        self._random = random.Random(f"{seed} on rank {dist.get_rank() if dist.is_initialized() else 0}")
+        self._random = random.Random(f"{seed} on rank {os.environ['RANK']}")
         self._lock = threading.Lock()
         self._lanes: dict[tuple[Any, ...], ThreadPoolExecutor] = {}
 
