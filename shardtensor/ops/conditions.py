@@ -29,6 +29,7 @@ _CONDITIONS = {
     "elementwise.random": {
         "multinomial": "multinomial of sharded classes, if no free dim is as long as the number of ranks"
     },
+    "fft": {"": "transforms along a sharded dim if no free dim is as long as the number of ranks"},
     "indexing.embedding": {"embedding embedding_bag": "max_norm and sparse gradients of embeddings"},
     "indexing.getitem": {"index_put": "values of index_put that would have to be gathered"},
     "indexing.index_operators": {"gather": "an index of gather with another number of dims than the tensor"},

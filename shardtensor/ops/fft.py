@@ -12,19 +12,11 @@ positive exponent to the one before. Even shards become even ones, and others ke
 nearest: which is reversible where the new dim is at least as long.
 
 A single dim's transform has no other one: it goes to the longest free dim, and back. Where none is free either that
-has as many elements as there are ranks, the shards are sent around a ring.
+has as many elements as there are ranks, as in a signal of one dim, it is refused.
 
 [Note: modes] Networks keep few modes. These stay where they are, also if all of one dim's lie on the first rank: to
 share them out again would take a message for the modes and one for their product, each way, and sums of weights'
 gradients remain; what it would save is a product that takes a small part of the transforms' time.
-
-[Note: chirp] Output ``k`` is the sum over ``j`` of ``x[j] * w ** (j * k)``. What the inputs of one shard contribute to
-the outputs of another is such a sum over an interval of ``j`` for an interval of ``k``. With ``2 * j * k == j ** 2 +
-k ** 2 - (k - j) ** 2`` it is a convolution with ``w ** (-d ** 2 / 2)``, a chirp, and costs three transforms of the two
-intervals' length. So a rank computes its part of the output from its own shard and those that it is sent, and never
-holds more than two of them. For that it sends and receives as much as a gather would.
-
-Source: L. Bluestein, A linear filtering approach to the computation of discrete Fourier transform, 1970.
 """
 
 from __future__ import annotations
@@ -41,15 +33,14 @@ from torch.distributed.tensor import Shard
 from .._compat import TensorMeta, constant_like
 from ..communication.redistribute import redistribute_local
 from ..dispatch.tensor import from_part, redistribute_to
-from ..errors import UnsupportedSharding, refuse
-from ..layout.geometry import Interval, chunk_sizes, intervals_of, map_boundaries, resized
+from ..errors import refuse
+from ..layout.geometry import chunk_sizes, map_boundaries, resized
 from ..layout.placements import AxisLayout
 from ..layout.spec import ShardTensorSpec
 from ..layout.strides import contiguous_stride
 from ..operators.arguments import autocast_dtype
 from ..operators.declaration import Arguments, Composed, LocalPlan, Plan, operator
 from .common.alignment import free_dims
-from .common.named_dims import Tour, part_by_part
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,9 +147,7 @@ def _plan(
     if not set(dims) & set(spec.sharded_dims()):
         out = spec.replace(meta=_meta(_shape_after(spec, along), _result_dtype(call, function, spec, dim)))
         return LocalPlan(lambda x: _applied(function, x, n, dim, norm), out)
-    stages, out = _stages(call, along, spec, norm or "backward")
-    plan = _Staged(stages, out)
-    return LocalPlan(plan.again, out) if any(isinstance(stage, _Ring) for stage in stages) else plan
+    return _Staged(*_stages(call, along, spec, norm or "backward"))
 
 
 def _along(transform: _Transform, dim: int, given: int, length: int | None) -> _Along:
@@ -218,7 +207,11 @@ def _resharded(spec: ShardTensorSpec, m: int, dim: int, sizes: Sequence[int]) ->
 def _stages(
     call: Arguments, along: Sequence[_Along], spec: ShardTensorSpec, norm: str
 ) -> tuple[list[_Stage], ShardTensorSpec]:
-    """All that is done, one after the other, and the spec of the result. See [Note: transposed]."""
+    """All that is done, one after the other, and the spec of the result. See [Note: transposed].
+
+    Raises:
+        UnsupportedSharding: no other dim can be sharded instead of one that is transformed.
+    """
     dims = sorted(a.dim for a in along)
     turn = -along[0].transform.sign
     following = {d: dims[(i + turn) % len(dims)] for i, d in enumerate(dims)}
@@ -252,17 +245,12 @@ def _stages(
             m = sharded[dim]
             move(_resharded(spec, m, free, spec.sizes_along(m)))
             continue
-        dim, m = able[0].dim, sharded[able[0].dim]
-        try:
-            target = free_dims(call.name, spec, dim)
-        except UnsupportedSharding:
-            ring = _Ring(able[0], spec, norm, _Kernel.of(call, able[:1], spec, norm).result)
-            stages.append(ring)
-            spec = ring.out
-            todo.remove(able[0])
-        else:
-            lent[m] = dim, spec.sizes_along(m)
-            move(target)
+        # On the fewest ranks: a dim that is too short for these is too short for any others.
+        dim = min((a.dim for a in able), key=lambda d: spec.mesh.size(sharded[d]))
+        m = sharded[dim]
+        target = free_dims(call.name, spec, dim)
+        lent[m] = dim, spec.sizes_along(m)
+        move(target)
     for m, (dim, sizes) in lent.items():
         choice = [d for d in (following[dim], dim, *dims) if d not in spec.sharded_dims()]
         back = next((d for d in choice if spec.shape[d] >= spec.mesh.size(m)), choice[0])
@@ -438,67 +426,6 @@ def _applied(function: Callable[..., Tensor], x: Tensor, *args: object) -> Tenso
     for d in empty:
         y = y.narrow(d, 0, 0)
     return y
-
-
-# -- around the ring --------------------------------------------------------------------------------------------------
-
-
-class _Ring:
-    """The transform of a dim whose shards go round. See [Note: chirp]."""
-
-    def __init__(self, along: _Along, spec: ShardTensorSpec, norm: str, result: TensorMeta) -> None:
-        self.along, dim, length = along, along.dim, along.length
-        m = spec.sharded_dims()[dim]
-        self.out = _resharded(spec.replace(meta=result), m, dim, spec.sizes_along(m))
-        self.scale: float = {along.transform.scaled_by: 1 / length, "ortho": length**-0.5}.get(norm, 1.0)
-        self.intervals = intervals_of(spec.sizes_along(m))
-        self.mine = self.out.interval(m)
-        self.tour = Tour(spec.mesh, m, spec.coordinate[m], dim, None, self.intervals)
-
-    def _contribution(self, owner: int, part: Tensor) -> Tensor:
-        transform, dim, length = self.along.transform, self.along.dim, self.along.length
-        start, stop = self.intervals[owner]
-        part = part.narrow(dim, 0, max(0, min(stop, self.along.used) - start)).movedim(dim, -1)
-        if transform.from_half:  # what has a mirror image counts twice
-            j = torch.arange(start, start + part.shape[-1], device=part.device)
-            part = part * torch.where((j == 0) | (2 * j == length), 1, 2)
-        y = _chirp(part, start, self.mine, transform.sign, length)
-        return (y.real if transform.from_half else y).movedim(-1, dim) * self.scale
-
-    def again(self, x: Tensor) -> Tensor:
-        return part_by_part(self._contribution, self.tour, x).to(self.out.tensor_meta.dtype)
-
-    copies = True
-
-    def run(self, x: Tensor) -> Tensor:
-        raise NotImplementedError  # autograd differentiates it
-
-    def adjoint(self, grad: Tensor, ours: bool) -> Tensor:
-        raise NotImplementedError
-
-
-def _chirp(part: Tensor, start: int, out: Interval, sign: int, length: int) -> Tensor:
-    """The sum over the last dim, whose indices begin at ``start``, of ``part[j] * exp(sign * 2i pi j k / length)`` for
-    ``k`` in ``out``.
-    """
-    inputs, outputs = part.shape[-1], out[1] - out[0]
-    # Not in half precision, in which transforms on GPUs take powers of two only: each rank's have other lengths.
-    dtype = torch.promote_types(part.dtype, torch.complex64)
-    if not part.numel() or not outputs:
-        return part.to(dtype).sum(-1, keepdim=True).expand(*part.shape[:-1], outputs)
-
-    def wave(first: int, count: int) -> Tensor:
-        """``exp(sign * 1i pi d * d / length)``; the angle modulo a turn in integers, so that it is exact."""
-        d = torch.arange(first, first + count, device=part.device)
-        angle = (d * d % (2 * length)).double() * (sign * torch.pi / length)
-        return torch.polar(torch.ones_like(angle), angle).to(dtype)
-
-    distances = wave(out[0] - (start + inputs - 1), inputs + outputs - 1).conj()
-    room = inputs + outputs - 1
-    spectrum = torch.fft.fft(part * wave(start, inputs), room) * torch.fft.fft(distances, room)
-    # Cyclic with this length: only sums that are not asked for wrap around.
-    sums: Tensor = torch.fft.ifft(spectrum)[..., inputs - 1 :]
-    return sums * wave(out[0], outputs)
 
 
 # -- entry points -----------------------------------------------------------------------------------------------------

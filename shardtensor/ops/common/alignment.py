@@ -148,7 +148,7 @@ def fit(spec: ShardTensorSpec, target: ShardTensorSpec) -> ShardTensorSpec:
 def free_dims(op: str, spec: ShardTensorSpec, *dims: int) -> ShardTensorSpec:
     """``spec`` with its longest free dims sharded instead of ``dims``, see [Note: whole rows] in sorting/sort.py.
 
-    A sharded dim of length 1 is replicated instead: one rank has all of it.
+    A sharded dim of length 1, or on a mesh dim of one rank, is replicated instead: one rank has all of it.
 
     Raises:
         UnsupportedSharding: no free dim is at least as long as there are ranks.
@@ -159,7 +159,7 @@ def free_dims(op: str, spec: ShardTensorSpec, *dims: int) -> ShardTensorSpec:
             continue
         ranks = spec.mesh.size(m)
         free = [d for d, n in enumerate(spec.shape) if d not in {*spec.sharded_dims(), *dims} and n >= ranks]
-        if spec.shape[dim] <= 1:
+        if spec.shape[dim] <= 1 or ranks == 1:
             axis = AxisLayout(Replicate())
         elif free:
             other = max(free, key=lambda d: spec.shape[d])

@@ -371,10 +371,8 @@ __all__ = [
     "ContractionPlan",
     "Form",
     "Label",
-    "Tour",
     "arrange",
     "batch_labels",
-    "part_by_part",
     "plan_contraction",
 ]
 
