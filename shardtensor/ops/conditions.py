@@ -7,10 +7,9 @@ from ..dispatch.registry import CONDITIONS
 _NORMS = "resharding if no other dim is long enough; a parameter that would have to be gathered"
 _MATRICES = (
     "a single sharded matrix, or fewer matrices than ranks, that take more bytes than a rank's largest shard and than "
-    "256 KiB on CPUs or 4 MiB elsewhere; except tall matrices with sharded rows, in qr, svd (full_matrices=False), "
-    "svdvals, pinv, lstsq, matrix_rank, cond, nuclear and spectral norms"
+    "256 KiB on CPUs or 4 MiB elsewhere"
 )
-_MATRIX_NORMS = "nuclear and spectral norms of large sharded matrices other than tall ones with sharded rows"
+_MATRIX_NORMS = "nuclear and spectral norms of large sharded matrices"
 _BLOCKS = "blocks of both operands on two mesh dims that would have to be sent at once"
 _COORDINATES = "cross, cdist and pdist if the dim of the coordinates is sharded and no other dim can be"
 _PLANES = "sharded spatial dims, if batch and channels are both shorter than the number of ranks"

@@ -7,7 +7,7 @@ shape get the operand's layout, the others stay sharded along the batch.
 
 [Note: small matrices] Where there are fewer matrices than ranks, what is sharded of them is gathered if it is little:
 no more than a rank's largest shard of an operand, or than is sent in the time of an exchange. Every rank then computes
-all of them. Of a tall matrix less is gathered, see [Note: tall matrices] in tall.py. The rest is refused.
+all of them. The rest is refused.
 
 [Note: left out] Results that are not asked for torch returns as empty vectors. On a rank without matrices a result of
 one number for each is an empty vector, too, so such a rank asks torch what it would return for all matrices. Whether
@@ -36,7 +36,6 @@ from ...operators.tangents import decomposed
 from ..common.alignment import broadcast_shape, cost_of_exchange, is_little, no_other_dim
 from ..common.named_dims import Arrangement, Form, Label, arrange, batch_labels
 from ..common.reduce import rank_reduction
-from .tall import plan_tall
 
 # The dims behind the batch dims, of the operands and of the results: a capital letter is a dim that may be sharded.
 # Operands that are not named, such as tolerances, are one number for each matrix, and so are such results.
@@ -75,18 +74,15 @@ def plan_by_matrix(
     )
     name = call.name.lstrip("_").removeprefix("linalg_")
 
-    def call_with(tensors: Sequence[Tensor], **chosen: Any) -> Any:
-        local_args, local_kwargs = list(args), {**named, **chosen}
+    def call_with(tensors: Sequence[Tensor]) -> Any:
+        local_args = list(args)
         for i, t in zip(places, tensors):
             local_args[i] = t
-        return decomposed(function, local_args, local_kwargs | dict(zip(keys, tensors[len(places) :])))
+        return decomposed(function, local_args, {**named, **dict(zip(keys, tensors[len(places) :]))})
 
     try:
         how = arrange(name, form, tuple(specs))
     except UnsupportedSharding:
-        tall = plan_tall(function, specs, named, call_with)
-        if tall is not None:
-            return tall
         how = arrange(name, form, _gathered(name, form, specs))
     first = specs[0]
     back = None if first.placements == how.targets[0].placements else first
@@ -131,8 +127,7 @@ def _gathered(name: str, form: Form, specs: Sequence[ShardTensorSpec]) -> tuple[
         f"{no_other_dim(f'dim {d} of operand {i}', specs[i], m)}. Its matrices take {elements * size} bytes when "
         f"gathered, more than the limits: {max(map(_most, specs)) * size}, a rank's largest shard, and "
         f"{cost_of_exchange(specs[0].mesh.device_type)}, the bytes sent in the time of an exchange",
-        f"redistribute it to Replicate() on mesh dim {m}, call inside shardtensor.allow_gather(), or shard another "
-        "dim. If only rows of a tall matrix are sharded, qr, svd with full_matrices=False, pinv and lstsq need less",
+        f"redistribute it to Replicate() on mesh dim {m}, call inside shardtensor.allow_gather(), or shard another dim",
     )
 
 
