@@ -41,11 +41,17 @@ def test_scripted_and_traced_modules_take_shards(sizes):
     run_distributed(check, len(sizes), sizes)
 
 
-@pytest.mark.slow
+def layers():
+    """Whose gradients torch computes by operators of their own."""
+    resampled = nn.Upsample(scale_factor=2.0, mode="bilinear"), nn.LayerNorm(12), nn.AdaptiveAvgPool2d((4, 2))
+    return nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.BatchNorm2d(4), *resampled)
+
+
+@pytest.mark.parametrize("make", [layers, pytest.param(Network, marks=pytest.mark.slow)])
 @on_ranks(2)
-def test_traced_modules_learn():
+def test_traced_modules_learn(make):
     torch.manual_seed(0)
-    x, network = torch.randn(IMAGE, dtype=torch.float64), Network().double()
+    x, network = torch.randn(IMAGE, dtype=torch.float64), make().double()
     sharded = shard(x, shared_mesh(2), [Shard(2)], {0: (5, 3)})
     traced = torch.jit.trace(copy.deepcopy(network), x)
     for made, t in ((network, x), (traced, sharded)):

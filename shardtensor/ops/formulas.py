@@ -1,9 +1,9 @@
-"""Operators of torch's formulas, which programs seldom call: by the functions that they are parts of.
+"""Operators of torch's formulas, by the functions that they are parts of.
 
-[Note: formulas] torch computes a function or a gradient by operators that have no name in ``torch.nn.functional``; a
-custom ``autograd.Function``, or C++, calls them by theirs. Each is put together of what has a plan: forward operators
-of the function that they are a spelling of, gradients of elementary operators, or of the function, which then runs
-once more. That costs more than torch's kernel, and is right for any shards.
+[Note: formulas] torch computes a function or a gradient by operators that have no name in ``torch.nn.functional``.
+Modules that were scripted or traced reach these of their layers, and so does their backward pass. Each is put together
+of what has a plan: forward operators of the function that they are a spelling of, gradients of elementary operators, or
+of the function, which then runs once more. That costs more than torch's kernel, and is right for any shards.
 """
 
 from __future__ import annotations
@@ -22,22 +22,21 @@ from ..dispatch.planning import converted, spec_of
 from ..dispatch.registry import FUNCTIONS, RANDOM, REFUSED, register
 from ..dispatch.tensor import ShardTensor, redistribute_to, wrap
 from ..layout.geometry import map_boundaries
-from .common.batch_parallel import by_batch, image_names
 from .common.stencil import resized, scaled_boundary
 from .spatial.interpolate import MODES
 
-_aten, _prims = torch.ops.aten, torch.ops.prims
+_aten = torch.ops.aten
 Tensors = Sequence[Tensor | None]
 
 
-def _of(name: str, namespace: Any = _aten) -> OpOverloadPacket | None:
+def _of(name: str) -> OpOverloadPacket | None:
     """The operator of this name; None in a release of torch that has none."""
-    return getattr(namespace, name, None)
+    return getattr(_aten, name, None)
 
 
-def _spells(*names: str, namespace: Any = _aten) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Decorator: the function below it is what these operators do."""
-    return register(*(packet for packet in (_of(name, namespace) for name in names) if packet is not None))
+def _spells(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Decorator: the function below it is what this operator does."""
+    return register(getattr(_aten, name))
 
 
 # -- gradients of functions --------------------------------------------------------------------------------------------
@@ -97,36 +96,11 @@ def _max_pool_backward(
     return _gradient(lambda x: F.max_pool2d(x, kernel, stride or kernel, padding, dilation, ceil_mode), x, grad)
 
 
-# -- negative log likelihood -------------------------------------------------------------------------------------------
-
-_REDUCTIONS = ("none", "mean", "sum")
-
-
-@_spells("nll_loss_forward", "nll_loss2d_forward")
-def _nll_forward(x: Tensor, target: Tensor, weight: Tensor | None, reduction: int, ignore_index: int) -> Any:
-    """Also the weight of all targets that count, which torch leaves zero where nothing is reduced."""
-    loss = F.nll_loss(x, target, weight, ignore_index=ignore_index, reduction=_REDUCTIONS[reduction])
-    with torch.no_grad():
-        ones = -torch.ones_like(x) if reduction else torch.zeros_like(x)
-        return loss, F.nll_loss(ones, target, weight, ignore_index=ignore_index, reduction="sum")
-
-
-@_spells("nll_loss_backward", "nll_loss2d_backward")
-def _nll_backward(
-    grad: Tensor, x: Tensor, target: Tensor, weight: Tensor | None, reduction: int, ignore_index: int, _: Tensor
-) -> Any:
-    options: Any = {"ignore_index": ignore_index, "reduction": _REDUCTIONS[reduction]}
-    return _gradient(lambda x: F.nll_loss(x, target, weight, **options), x, grad)
-
-
 # -- norms -------------------------------------------------------------------------------------------------------------
 
 # As torch's compiler composes them, of functions that have plans.
 
-for _name in (
-    *("native_layer_norm_backward", "_fused_rms_norm_backward", "native_batch_norm_backward"),
-    *("_native_batch_norm_legit_functional", "_batch_norm_with_update_functional"),
-):
+for _name in ("native_layer_norm_backward", "_fused_rms_norm_backward", "native_batch_norm_backward"):
     if _packet := _of(_name):
         register(_packet)(decomposition(_packet.default, __name__))
 
@@ -154,75 +128,6 @@ def _c2r(x: Tensor, dim: Any, normalization: int, last_dim_size: int) -> Any:
     lengths = [*(x.shape[d] for d in dim[:-1]), last_dim_size]
     return torch.fft.irfftn(x, lengths, dim, _INVERSE[normalization])
 
-
-# -- of each image by itself -------------------------------------------------------------------------------------------
-
-for _n in (2, 3):
-
-    @_spells(f"max_unpool{_n}d")
-    def _unpool(x: Tensor, indices: Tensor, size: Any, *rest: Any, n: int = _n) -> Any:
-        names, shape = image_names(x.ndim, n), [*x.shape[: x.ndim - n], *size]
-        unpool = partial(getattr(_aten, f"max_unpool{n}d"), output_size=size)
-        options = dict(zip(("stride", "padding"), rest))
-        return by_batch(
-            "max_unpool", lambda x, at: unpool(x, at, **options), [(x, names), (indices, names)], [(shape, names)]
-        )[0]
-
-    @_spells(f"fractional_max_pool{_n}d")
-    def _fractional(x: Tensor, kernel: Any, size: Any, samples: Tensor, n: int = _n) -> Any:
-        return getattr(F, f"fractional_max_pool{n}d_with_indices")(x, kernel, size, None, True, samples)
-
-
-@_spells("_upsample_lanczos2d_aa", "_upsample_lanczos2d_aa_backward")
-def _lanczos(x: Tensor, size: Any, *rest: Any) -> Any:
-    """The operator, or its gradient, whose second size is that of its result."""
-    backward = isinstance(rest[0], (list, tuple))
-    kernel = getattr(_aten, f"_upsample_lanczos2d_aa{'_backward' if backward else ''}")
-    shape, names = list(rest[0]) if backward else [*x.shape[:2], *size], image_names(4, 2)
-
-    def resample(x: Tensor) -> Any:
-        return kernel(x, size, [*x.shape[:2], *shape[2:]], *rest[1:]) if backward else kernel(x, size, *rest)
-
-    return by_batch("_upsample_lanczos2d_aa", resample, [(x, names)], [(shape, names)])[0]
-
-
-# -- others ------------------------------------------------------------------------------------------------------------
-
-
-@_spells("_linalg_check_errors")
-def _check_errors(info: ShardTensor, name: str, *, is_matrix: bool) -> None:
-    """All ranks raise, or none."""
-    if (info != 0).any():
-        _aten._linalg_check_errors(info.full_tensor(), name, is_matrix=is_matrix)
-
-
-@_spells("linalg__powsum")
-def _powsum(x: Tensor, ord: float = 2, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Any:
-    return x.abs().pow(ord).sum(dim, keepdim, dtype=dtype)
-
-
-# -- torch's references, in which its decompositions are written -------------------------------------------------------
-
-
-@_spells("prod", namespace=_prims)
-def _prod(x: Tensor, dims: Any, *, output_dtype: Any = None) -> Any:
-    for d in sorted(range(x.ndim) if dims is None else dims, reverse=True):
-        x = torch.prod(x, d, dtype=output_dtype)
-    return x
-
-
-_spells("sum", namespace=_prims)(lambda x, dims, *, output_dtype=None: torch.sum(x, dims, dtype=output_dtype))
-_spells("var", namespace=_prims)(lambda x, dims, correction=1, **_: torch.var(x, dims, correction=correction))
-_spells("amax", namespace=_prims)(lambda x, dims, **_: torch.amax(x, dims or []))
-_spells("amin", namespace=_prims)(lambda x, dims, **_: torch.amin(x, dims or []))
-register(_prims.copy_to.default)(lambda x, value: x.copy_(value))
-_spells("view_of", namespace=_prims)(_aten.alias)
-for _name in ("frexp", "gcd", "ne"):
-    _spells(_name, namespace=_prims)(getattr(torch, _name))
-for _name in ("bessel_j0", "bessel_j1", "erfcx", "ndtri", "spherical_bessel_j0", "zeta"):
-    _spells(_name, namespace=_prims)(getattr(torch.special, _name))
-for _name in ("i0e", "i1", "i1e"):
-    _spells(f"bessel_{_name}", namespace=_prims)(getattr(torch.special, _name))
 
 # -- functions in Python -----------------------------------------------------------------------------------------------
 

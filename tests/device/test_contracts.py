@@ -352,13 +352,6 @@ FILLED = {
         "max_pool{n}d_with_indices_backward": [f"max_pool{n}d_with_indices_backward" for n in (2, 3)],
         "avg_pool{n}d_backward": [f"avg_pool{n}d_backward" for n in (2, 3)],
     },
-    "ops/formulas.py": {
-        "_upsample_lanczos2d_aa{'_backward' if backward else ''}": [
-            "_upsample_lanczos2d_aa",
-            "_upsample_lanczos2d_aa_backward",
-        ],
-        "max_unpool{n}d": [f"max_unpool{n}d" for n in (2, 3)],
-    },
     "ops/spatial/interpolate.py": {"{name}_backward": [f"{name}_backward" for name in MODES]},
     "ops/shape/view.py": {"{_name}_copy": []},  # copies of views, which do not call it
 }
