@@ -31,6 +31,8 @@ from .masked_select import selected
 
 _aten = torch.ops.aten
 
+_FULL = slice(None)
+
 # What an index consists of: a number, a slice, a tensor, None or an ellipsis; and the dim that it acts on, if any.
 Entry = tuple[Any, "int | None"]
 
@@ -118,6 +120,8 @@ def _getitem(self: Tensor, index: object) -> Tensor:
         x = self
     else:
         return DECLINED
+    if not masks and (only := _only_number(given, x.ndim)) is not None:
+        return torch.select(x, *only) if only[0] % x.ndim in x._spec.sharded_dims() else DECLINED
     entries = _entries(x, _with_tensors(given, x.device))
     if entries is None or not (masks or _concerns_shards(x, entries)):
         return DECLINED
@@ -132,6 +136,21 @@ def _getitem(self: Tensor, index: object) -> Tensor:
     for dim, _ in reversed(numbers):
         part = torch.select(part, dim, 0)
     return part
+
+
+def _only_number(items: Sequence[Any], ndim: int) -> tuple[int, int] | None:
+    """The dim and the number of an index such as ``x[:, 5]`` or ``x[..., -1]``; None of any other."""
+    found, last, ellipses = None, len(items) - 1, 0
+    for place, item in enumerate(items):
+        if item is Ellipsis:
+            ellipses += 1
+        elif type(item) is int:
+            if found is not None:
+                return None
+            found = (place - last - 1 if ellipses else place), item
+        elif type(item) is not slice or item != _FULL:
+            return None
+    return found if ellipses < 2 and len(items) - ellipses <= ndim else None
 
 
 def _part(x: ShardTensor, entries: Sequence[Entry], *, numbers_stay: bool) -> tuple[list[Any], list[tuple[int, Any]]]:
