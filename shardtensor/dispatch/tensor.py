@@ -546,10 +546,10 @@ class _FromLocal(AutogradFunction):
             grad = _laid_out(grad, ctx.grad_spec)
         if not torch.is_grad_enabled():
             return grad.to_local(), None, None
-        return grad.to_local(grad_placements=_twice(ctx.spec, ctx.grad_spec)), None, None
+        return grad.to_local(grad_placements=placements_of_second(ctx.spec, ctx.grad_spec)), None, None
 
 
-def _twice(spec: ShardTensorSpec, grad_spec: ShardTensorSpec) -> list[Placement]:
+def placements_of_second(spec: ShardTensorSpec, grad_spec: ShardTensorSpec) -> list[Placement]:
     """How derivatives by the gradient in ``grad_spec`` of a tensor with this spec lie on the ranks.
 
     What they contribute to a Partial is different: so is what they do with its one gradient. Their contributions to a
@@ -584,7 +584,7 @@ class _ToLocal(AutogradFunction):
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:
         if grad is not None and torch.is_grad_enabled():
-            twice = ctx.grad_spec.replace(placements=_twice(ctx.spec, ctx.grad_spec))
+            twice = ctx.grad_spec.replace(placements=placements_of_second(ctx.spec, ctx.grad_spec))
             grad = _FromLocal.apply(grad, ctx.grad_spec, twice)
         elif grad is not None:
             grad = from_part(grad, ctx.grad_spec)

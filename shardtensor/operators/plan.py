@@ -17,7 +17,7 @@ from torch.distributed.tensor.placement_types import Placement
 from .._compat import AutogradFunction, alias, multithreading_enabled
 from ..context import contributions_are_exact
 from ..dispatch.gradients import not_twice
-from ..dispatch.tensor import ShardTensor, as_gradient, from_part, to_part, wrap
+from ..dispatch.tensor import ShardTensor, as_gradient, from_part, placements_of_second, to_part, wrap
 from ..errors import UnsupportedSharding
 from ..layout.spec import ShardTensorSpec
 from ..layout.strides import apart
@@ -308,7 +308,7 @@ def _second_derivatives(ctx: Any, grads: Sequence[Any]) -> list[Any]:
     with torch.autocast(*ctx.autocast) if ctx.autocast else nullcontext():
         result = plan.again(*completed)
     results, outputs = (result, plan.outputs) if type(plan.outputs) is tuple else ((result,), (plan.outputs,))
-    pairs = [(y, as_gradient(g, s).to_local()) for y, g, s in zip(results, grads, outputs) if g is not None]
+    pairs = [(y, _local_gradient(g, s)) for y, g, s in zip(results, grads, outputs) if g is not None]
     wanted = list(compress(completed, needed))
     found = torch.autograd.grad([y for y, _ in pairs], wanted, [g for _, g in pairs], create_graph=True)
     sources = [None if t is None else c for t, c in zip(tensors, completed)]
@@ -322,6 +322,13 @@ def _second_derivatives(ctx: Any, grads: Sequence[Any]) -> list[Any]:
     if total is not None:  # of what is in the graph on every rank, also on one without elements
         complete = total.start(complete)()
     return [g if g is None or s is None else from_part(g, s) for g, s in zip(complete, ctx.specs, strict=True)]
+
+
+def _local_gradient(grad: Any, spec: ShardTensorSpec) -> Tensor:
+    """The local part of the gradient of a result with this spec, differentiable again."""
+    grad = as_gradient(grad, spec)
+    local: Tensor = grad.to_local(grad_placements=placements_of_second(spec, grad._spec))
+    return local
 
 
 def _zeros(spec: ShardTensorSpec, grad: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ In half precision the kernels give contributions in float32, see [Note: rounded 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from ...dispatch.registry import DECLINED, register
 from ...layout.spec import ShardTensorSpec
 from ...layout.strides import contiguous_stride
 from ...operators.declaration import Arguments, Composed, LocalPlan, Operand, Plan, operator
-from ..common.alignment import wide_dtype
+from ..common.alignment import cast, wide_dtype
 from ..common.reduce import (
     check_dtype,
     count_along,
@@ -138,8 +139,8 @@ def plan_sum_or_mean(
     keepdim: bool = False,
     *,
     dtype: torch.dtype | None = None,
-) -> LocalPlan:
-    """Autograd differentiates the local work: it expands the gradient, which is replicated where the sum is Partial."""
+) -> Plan:
+    """The gradient of a shard is expanded from that of the result, which is replicated where the sum is Partial."""
     function: Callable[..., Tensor] = getattr(torch, call.name)
     dims = reduced_dims(dim, len(input.shape))
     dtype = kernel_dtype(call, function, input, dtype=dtype)
@@ -147,10 +148,49 @@ def plan_sum_or_mean(
         input = call.redistribute("input", input.for_gradient())
     meta = call.returned(function, input, dims, keepdim, dtype=dtype)
     out = reduced_spec(input, meta, dims, keepdim, "sum")
+    count = count_along(input, dims)
+    local: Callable[[Tensor], Tensor] = partial(function, dim=dims, keepdim=keepdim, dtype=out.held_dtype)
     if function is torch.mean and mesh_dims_of(input, dims):
-        return LocalPlan(_local_mean(dims, keepdim, count_along(input, dims), dtype), out)
-    held = out.held_dtype
-    return LocalPlan(lambda x: function(x, dims, keepdim, dtype=held), out)
+        local = _local_mean(dims, keepdim, count, dtype)
+    if input.partial_mesh_dims() or meta.is_complex() != input.tensor_meta.dtype.is_complex:
+        return LocalPlan(local, out)
+    return SumPlan(input, out, local, [] if keepdim else dims, count if function is torch.mean else None)
+
+
+class SumPlan(Plan):
+    """The sum of a shard's elements along dims, or their part of a mean.
+
+    Args:
+        local: computes it.
+        lost: the dims that the result has no more, in ascending order.
+        count: of a mean, the number of elements of the global tensor for each of the result.
+    """
+
+    linear = twice = new = True
+
+    def __init__(
+        self,
+        input: ShardTensorSpec,
+        out: ShardTensorSpec,
+        local: Callable[[Tensor], Tensor],
+        lost: Sequence[int],
+        count: int | None,
+    ) -> None:
+        self.outputs, self.local, self.lost, self.count = out, local, lost, count
+        self.shape, self.dtype = input.own_shape, input.tensor_meta.dtype
+
+    def forward(self, x: Tensor) -> tuple[Tensor, tuple[()]]:
+        return self.local(x), ()
+
+    def backward(self, needed: Sequence[bool], grads: Sequence[Tensor | None]) -> list[Tensor | None]:
+        (grad,) = grads
+        if grad is None:
+            return [None]
+        if self.count is not None:
+            grad = grad / self.count
+        for d in self.lost if grad.ndim else ():
+            grad = grad.unsqueeze(d)
+        return [cast(grad, self.dtype).expand(self.shape)]
 
 
 # -- prod above autograd: torch's formula would flatten the shards -----------------------------------------------------
