@@ -3,11 +3,11 @@
 Plans are cached, and compiled graphs guarded, by the values of all settings (:func:`settings`). So a setting that
 changes what operators do is a :class:`Setting`, never a bare module variable.
 
-[Note: threads] A setting made inside a block holds for the code of that block alone: not for other threads, and not for
-other tasks of asyncio. A thread may run in a copy of the block's context (asyncio.to_thread; each new one, where Python
+A setting that is made inside a block holds for the code of that block alone: not for other threads, and not for other
+tasks of asyncio. A thread may run in a copy of the block's context (asyncio.to_thread; each new thread, where Python
 has no GIL), so settings know their thread. But a backward pass may run in threads of autograd's own (one for each GPU),
-on behalf of the thread that called ``backward()``. torch hands these what that thread keeps with it
-(:func:`keep_for_backward`): which thread it is, and its settings.
+on behalf of the thread that called ``backward()``. What :func:`keep_for_backward` has kept, torch hands to these
+threads: which thread has called, and its settings.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class Setting(Generic[T]):
         return here
 
     def set(self, value: T) -> Any:
-        """Change the value here, see [Note: threads]. Returns what :meth:`restore` takes."""
+        """Change the value for this block of code alone. Returns what :meth:`restore` takes."""
         before = _read()
         _keep(_Values(_unchanged.all, {**_current().changed, self._index: value}))
         return before

@@ -155,7 +155,7 @@ def make_group(
     Where torch connects ranks from the start it splits ``like``, which must have the same ranks then.
 
     Args:
-        number: what the ranks have agreed on, for the group's name: see [Note: own groups].
+        number: what the ranks have agreed on, for the group's name: see ranks/groups.py.
         like: its backend is taken; otherwise gloo.
     """
     name = hashlib.sha1(f"shardtensor {list(ranks)} {number}".encode(), usedforsecurity=False).hexdigest()

@@ -1,8 +1,9 @@
 """All that this package replaces in torch and in the process: one list, and the function that does so.
 
-[Note: footprint] ``import shardtensor`` must not change a program, or a part of one, that has no ShardTensor. So what
-is replaced hands everything else on, and what can wait for the process's first ShardTensor is replaced then. A call of
-torch's function that began before goes on as torch's: a first ShardTensor that is made inside of one is refused.
+[Note: footprint] ``import shardtensor`` must not change a program, or a part of one, that has no ShardTensor. So every
+replacement hands on the calls that are not for this package, and a replacement that can wait is made for the process's
+first ShardTensor. A call of torch's function that began before that goes on as torch's. A first ShardTensor that is
+made inside of such a call is refused.
 """
 
 from __future__ import annotations

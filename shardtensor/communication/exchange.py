@@ -1,19 +1,19 @@
 """The one place that moves pieces of shards between ranks.
 
-[Note: exchange] An operator that needs more than its own shard states, for every rank along one mesh dim, which
-interval of a tensor dim that rank *owns* and which it *needs*. From these two lists every rank computes all
-transfers, so nothing but data travels: one packed message per peer, whatever the number of tensors and however
-many ranks the interval spans. Ranks with empty shards take part like any other. When no rank of the group needs
-anything from another, no communication is started, on any rank.
+An operator that needs more than its own shard states, for every rank along one mesh dim, which interval of a tensor dim
+that rank *owns* and which it *needs*. From these two lists every rank computes all transfers, so nothing but data
+travels: one packed message per peer, whatever the number of tensors and however many ranks the interval spans. Ranks
+with empty shards take part like any other. When no rank of the group needs anything from another, no rank starts a
+communication.
 
 The same plan read backwards is the adjoint: gradients of the fetched pieces return to their owners, who add them.
 
-[Note: transport] All-to-all takes time in proportion to the number of ranks, whatever they have to say: backends post a
-message to each, also an empty one, and on gloo a rank waits for those that it needs nothing from. So where each rank
-has something to say to few others only, as with halos, messages go straight to these. Which of the two it is must be
-the same on all ranks; it is decided from the largest number of peers that any of them has (``most_peers``), which
-follows from the intervals of all. What is kept for later calls is about the peers, too; counts for every rank are kept
-only for the exchanges that are an all-to-all.
+All-to-all takes time in proportion to the number of ranks, whatever they have to say: backends post a message to each
+rank, also an empty one, and on gloo a rank also waits for the ranks that it needs nothing from. So if each rank has
+something to say to few others only, as with halos, messages go straight to these. All ranks must choose the same of the
+two. They decide by the largest number of peers that any of them has (``most_peers``), which follows from the intervals
+of all. What is kept for later calls is about the peers, too; counts for every rank are kept only for the exchanges that
+are an all-to-all.
 """
 
 from __future__ import annotations
@@ -149,7 +149,8 @@ class Exchange:
     Args:
         sends: ``(peer, shape)`` of each piece that this rank sends, peers in ascending order.
         recvs: ``(peer, shape)`` of each piece that it gets, likewise.
-        most_peers: at least as many as any rank of the group has; the same on all of them. See [Note: transport].
+        most_peers: at least as many as any rank of the group has; the same on all of them, as it decides
+            whether messages go straight to peers.
 
     Attributes:
         received: how many elements this rank gets.

@@ -13,10 +13,10 @@ Where one rank is known to have all of a Partial ([Note: owners] in layout/place
 that rank's shard, or a Partial of which that is not known.
 
 [Note: rounded once] One device rounds a sum once. Contributions to a sum or a product in half precision are therefore
-held and sent in float32, and rounded when they have been reduced: contributions that cancel leave no error of their
-own size. So the local tensor of a Partial may be float32 where its dtype is not; what an operator computes in float32
-is rounded by :func:`rounded` where it is no contribution. Gradients of weights are another matter, see [Note: rounded
-contributions] in weight_gradients.py.
+held and sent in float32, and rounded when they have been reduced. So contributions that cancel leave no error of their
+own size. The local tensor of a Partial may be float32 where its dtype is not. What an operator computes in float32 is
+rounded by :func:`rounded` where it is no contribution. Gradients of weights are rounded in another way, see
+[Note: rounded contributions] in weight_gradients.py.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
 """Rows of a sharded dim that ranks read, and add to, by position: the halo is where an index says.
 
-[Note: row halos] An index that is sharded reads rows of other ranks, in a graph most of them many times. Each rank
-looks at its own part of the index and asks every owner for the rows that it lacks, each once: an exchange of counts,
-which all ranks see, and one of positions. Where every rank holds the index whole, each finds out all of that by itself,
-once all know that they hold the same one (:func:`check_same_on_ranks`). After that rows travel without another look at
-the index, in one exchange, and are put behind the shard; :attr:`RowHalo.places` says for each entry of the index where
-in the two its row is. In the other direction a rank first adds up, in the same places, what it has for rows of others,
-and sends each once.
+[Note: row halos] A sharded index reads rows of other ranks, and an index that comes from a graph reads most of them
+many times. Each rank looks at its own part of the index and asks every owner for the rows that it lacks, each once: an
+exchange of counts, which all ranks see, and one of positions. If every rank holds the index whole, each finds out all
+of that by itself, once all know that they hold the same one (:func:`check_same_on_ranks`). After that rows travel
+without another look at the index, in one exchange, and are put behind the shard. :attr:`RowHalo.places` says for each
+entry of the index where its row is in the two. In the other direction a rank first adds up, in the same places, what it
+has for rows of others, and sends each row once.
 
 Looking at an index takes the host; what was found is therefore kept with the index, see [Note: found] in
 dispatch/index_findings.py.

@@ -2,34 +2,38 @@
 
 [Note: communication in graphs] ``torch.compile`` runs our code on tensors without data, and records what it does to
 local tensors as a graph. A collective is a node of that graph: an operator of ours, which calls the eager function when
-the graph runs. Each rank traces for itself, so all graphs must communicate in the same way, even where a rank does not
-use what it receives (its shard is empty, or it only sends). torch's functional collectives do not guarantee that:
-unused ones are removed. Ours are declared to have ordered effects, so they stay, in the order in which they were
-traced, which is the same on all ranks.
+the graph runs. Each rank traces for itself, so all graphs must communicate in the same way, even if a rank does not use
+what it receives (its shard is empty, or it only sends). torch's functional collectives do not guarantee that, because
+unused ones are removed. Our operators are declared to have ordered effects. So they stay, in the order in which they
+were traced, which is the same on all ranks.
 
-[Note: start and wait] Communication that others may overlap with is two operators. The one that starts it returns a
-ticket, an integer that :func:`wait` exchanges for the result. What is being received is no tensor of the graph before
-that, so no compiler can reuse its memory, or read it too early; what is being sent is an argument of ``wait``, and so
-keeps its memory until then. Compilers are free to move local work to either side of both, and do so to save memory. So
-``wait`` also takes what is to be computed before it, and what is to be computed after the start takes an operand that
-:func:`after_start` has copied: the two are arguments, and no compiler goes against these.
+[Note: start and wait] Communication that other work may overlap with is two operators. The one that starts it returns a
+ticket, an integer that :func:`wait` exchanges for the result. The buffer that is being received is no tensor of the
+graph before that, so no compiler can reuse its memory, or read it too early. The tensor that is being sent is an
+argument of ``wait``, and so keeps its memory until then. Compilers are free to move local work to either side of both,
+and do so to save memory. So ``wait`` also takes what is to be computed before it, and work that is to come after the
+start takes an operand that :func:`after_start` has copied. Both are arguments, and no compiler moves work across these.
 
-[Note: order in graphs] What communicates stays in the order in which it was traced, and no pass over a graph joins it.
-That order is the program's in the forward graph. In the backward graph it is autograd's, which runs, of the nodes that
-are ready, the one made last. What a node waits for was made after it, so all run in the reverse order of their making,
-whatever other nodes a rank has; where weights' gradients are taken, in no such order, all sums are on their way. The
-operators of each graph are a chain: each takes a token that the one before it returns, so passes over the graph keep
-their order. What they return in the forward graph is saved for the backward graph, so none is called twice. Inductor's
-scheduler, which otherwise takes the order that needs least memory with this rank's sizes, is held to the chain.
-Graphs differ from rank to rank: of a convolution with stride 2 one rank only sends and its neighbour only receives, an
-empty shard depends on nothing that arrives, and only some ranks compute gradients in two parts. So what is independent
-of what, and could change places or share a message, is different in each graph, and ranks that decided it from their
-own would wait for each other forever. What is joined is joined from specs, while the graph is traced. There is little
-else to gain: in a chain of convolutions and norms each message depends on the one before it.
+[Note: order in graphs] Communication stays in the order in which it was traced, and no pass over a graph joins it. In
+the forward graph that order is the program's. In the backward graph it is autograd's, which runs, of the nodes that are
+ready, the one made last. What a node waits for was made after it, so all nodes run in the reverse order of their
+making, whatever other nodes a rank has. The nodes that take weights' gradients have no such order, but when they run
+all sums are on their way.
 
-[Note: CUDA graphs] A CUDA graph repeats kernels, and nothing that the host does: no number of a ticket, no seed, no
-entry of the history. So inductor makes none of a graph with our operators (``mode="reduce-overhead"``): it runs that as
-it does in its default mode.
+The operators of each graph are a chain: each takes a token that the one before it returns, so passes over the graph
+keep their order. The tokens of the forward graph are saved for the backward graph, so no operator is called twice.
+Inductor's scheduler, which otherwise takes the order that needs least memory with this rank's sizes, is held to the
+chain.
+
+Graphs differ from rank to rank: in a convolution with stride 2 one rank only sends and its neighbour only receives, an
+empty shard depends on nothing that arrives, and only some ranks compute gradients in two parts. So each graph tells
+something else about which messages are independent, and could change places or be joined. Ranks that decided this from
+their own graphs would wait for each other forever. Messages are joined from specs, while the graph is traced. There is
+little else to gain: in a chain of convolutions and norms each message depends on the one before it.
+
+A CUDA graph repeats kernels, and nothing that the host does: no number of a ticket, no seed, no entry of the history.
+So inductor does not make a CUDA graph of a graph with our operators (``mode="reduce-overhead"``): it runs such a graph
+as in its default mode.
 """
 
 from __future__ import annotations

@@ -34,8 +34,8 @@ class AxisLayout(NamedTuple):
 
     [Note: owners] An entry of a sharded dim, ``x[:, 5]``, is on one rank. It is a Partial sum whose other contributions
     are zeros, and its sizes say on which rank it is: ``AxisLayout(Partial(), (0, 1, 0))``. Views and elementwise
-    operators leave it there, and ``stack`` makes shards of such entries, so that ``stack([f(x[:, i]) ...], 1)`` sends
-    nothing. For all other operators it is a Partial as any, and what they return has no owner.
+    operators leave it there. ``stack`` makes shards of such entries, so ``stack([f(x[:, i]) ...], 1)`` sends nothing.
+    All other operators treat it as any other Partial, and their results have no owner.
     """
 
     placement: Placement

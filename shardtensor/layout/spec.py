@@ -1,9 +1,9 @@
 """``ShardTensorSpec``: a DTensor spec that holds the size of every rank's shard.
 
-[Note: equal specs] Specs are made for every call and serve as keys, and DTensor's constructor is slow. So specs that
-are derived from others come from :meth:`ShardTensorSpec.of`, which returns the same object for equal properties: that
-takes a tenth of the time, keeps what the object has computed, and makes comparisons by identity succeed. Of equal
-meshes, too, specs get the first one."""
+Specs are made for every call and serve as keys, and DTensor's constructor is slow. So :meth:`ShardTensorSpec.of`, which
+makes the specs that are derived from others, returns the same object for equal properties. That takes a tenth of the
+time, keeps what the object has computed, and makes comparisons by identity succeed. Specs also get the first one of
+equal meshes."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ class ShardTensorSpec(DTensorSpec):
 
     @staticmethod
     def of(mesh: DeviceMesh, placements: Sequence[Placement], meta: TensorMeta, sizes: Sizes) -> ShardTensorSpec:
-        """Return the spec with these properties, without checks. See [Note: equal specs]."""
+        """Return the spec with these properties, without checks; for equal properties it is the same object."""
         try:
             return _known(id(mesh), mesh, tuple(mesh.get_coordinate() or ()), tuple(placements), meta, tuple(sizes))
         except TypeError:  # sizes that cannot be hashed, such as the symbolic integers of torch.compile
@@ -361,7 +361,7 @@ class ShardTensorSpec(DTensorSpec):
         return self.tensor_meta == other.tensor_meta
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardTensorSpec:
-        """torch.compile copies the specs that it has traced, to compare later ones with; see [Note: guards]."""
+        """torch.compile copies the specs that it has traced, to compare later ones with."""
         return _Guard(self.mesh, self.placements, self.tensor_meta, self.sizes)
 
     def __reduce__(self) -> Any:
@@ -436,10 +436,10 @@ class _SizedShardOrder(tuple[Any, ...]):
 
 
 class _Guard(ShardTensorSpec):
-    """[Note: guards] A spec that torch.compile has traced, with which it compares those of later calls.
+    """A spec that torch.compile has traced, with which it compares those of later calls.
 
-    A graph is valid for one layout of the tensor, and for everything else that our code read while it was traced: the
-    settings. torch would compare without shapes, since its graphs may be valid for any; ours hold the size of
+    A graph is valid for one layout of the tensor, and for the settings, which our code also read while it was traced.
+    torch would compare specs without shapes, since its graphs may be valid for any shape. Our graphs hold the size of
     every rank's shard.
     """
 
@@ -465,7 +465,7 @@ def _known(
     return ShardTensorSpec(mesh, placements, meta, sizes)
 
 
-# The ranks of each axis along which a tensor has been sharded unevenly; see [Note: local results].
+# The ranks of each axis along which a tensor has been sharded unevenly; see [Note: local results] in uneven.py.
 uneven_axes: set[tuple[int, ...]] = set()
 forgets(uneven_axes.clear)
 

@@ -1,11 +1,12 @@
 """Who waits for whom in any communication, also in that of FSDP2 and the program's own: warnings after some seconds.
 
-[Note: blocked] A rank that has run fewer batches than another one waits in the collective after its loop, and the other
-one in a collective of FSDP2: each for the other, until a timeout that names nothing. This package starts neither. So a
-thread looks now and then where the main thread is. Where it has been in one collective of torch's Python functions or
-of this package for some seconds, the thread says so in the store, reads what the others have said there, and warns. The
-program goes on waiting, as another rank may be busy for minutes. Nothing is known of what Python does not wait for: the
-collectives of DDP in a backward pass, works that a program waits for itself, and streams of accelerators.
+A rank that has run fewer batches than another one waits in the collective after its loop, and the other one waits in a
+collective of FSDP2. Each waits for the other, until a timeout that names nothing. This package starts neither
+collective. So a thread looks now and then at where the main thread is. If the main thread has been in one collective of
+torch's Python functions or of this package for some seconds, the thread says so in the store, reads what other ranks
+have said there, and warns. The program goes on waiting, as another rank may be busy for minutes. The thread does not
+see what Python does not wait for: the collectives of DDP in a backward pass, works that a program waits for itself, and
+streams of accelerators.
 """
 
 from __future__ import annotations

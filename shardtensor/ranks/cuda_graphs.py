@@ -1,9 +1,10 @@
 """What cannot be in a graph is refused, before anything is sent: in a CUDA graph captured by hand, in a traced one.
 
-[Note: capture] A graph repeats kernels, collectives among them, on the same memory; what the host does it does not
-repeat. An operator that only plans on the host may be captured: its plan is the same each time. One that reads a value
-may not, as the stream does not run meanwhile; nor one for which the host draws a number, as every replay would have the
-same. CUDA raises at some of that, in the middle of the operator; so such operators ask here first, on every rank alike.
+A graph repeats kernels, collectives among them, on the same memory. It does not repeat what the host does. An operator
+that only plans on the host may be captured, because its plan is the same each time. An operator that reads a value may
+not, because the stream does not run during capture. Nor may one for which the host draws a number, because every replay
+would use the same number. CUDA raises at some of these, in the middle of the operator. So such operators ask here
+first, on every rank alike.
 """
 
 from __future__ import annotations

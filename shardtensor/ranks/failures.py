@@ -1,29 +1,29 @@
 """What ranks tell each other when they fail.
 
 [Note: failures] When a rank dies, its peers learn from the transport that a connection was closed, or nothing at all
-until a timeout; the peers of these learn it from them. None of it names a rank. So each rank that fails says so in the
-store by which the ranks found each other (torchrun's, which outlives its ranks; or that of rank 0): where it was, what
-it waited for, what it raised. A rank whose communication fails looks there for some seconds. Those that have said
-nothing are the ones that were killed, hang, or are out of reach. Where the store itself is on a host that is out of
-reach, nothing is heard of any rank; but who started the ranks has told each how many there are on its host. These have
-consecutive numbers, so that a rank can say which ones are elsewhere.
+until a timeout. The peers of these ranks learn it from them. None of it names a rank. So each rank that fails says so
+in the store by which the ranks found each other (torchrun's, which outlives its ranks; or that of rank 0): where it
+was, what it waited for, what it raised. A rank whose communication fails looks there for some seconds. The ranks that
+have said nothing were killed, hang, or are out of reach. If the store itself is on a host that is out of reach, nothing
+is heard of any rank. But whoever started the ranks has told each of them how many ranks its host has. These have
+consecutive numbers, so a rank can say which ones are elsewhere.
 
-A rank that raises inside of an operator, and whose program goes on, leaves the others waiting in that operator. Who
-waits for longer than a second looks into the store now and then; where a rank has raised in the very operator, after as
-many communications, there is nothing to wait for; unless this rank has raised there, too, and went on: so may the other
-one, only later. The same goes for a backward pass, which may end on one rank before it comes to an operator: what a
-graph of local tensors has saved differs between ranks (of a shard of one row a transposition is a view, of several a
-copy), and so does whether a program has written to it. Who waits also leaves there what it has begun last, and looks at
-what the next rank of the group has: where the two have not done the same they wait for each other, and so both stop, as
-do all who wait for them.
+A rank that raises inside of an operator, and whose program goes on, leaves the others waiting in that operator. A rank
+that waits for longer than a second looks into the store now and then. If another rank has raised in the very operator,
+after as many communications, there is nothing to wait for. If this rank has raised there, too, and went on, it keeps
+waiting: the other rank may come later. The same holds for a backward pass, which may end on one rank before it comes to
+an operator. What a graph of local tensors has saved differs between ranks (a transposition is a view of a shard of one
+row, and a copy of a shard of several), and so does whether a program has written to it. A waiting rank also leaves in
+the store what it has begun last, and looks at what the next rank of the group has begun. If the two have not done the
+same, they wait for each other. So both stop, as do all who wait for them.
 
-[Note: sizes] A message that is longer than what a rank waits for makes gloo end the process, by an exception in a
-thread of its own. That thread is stopped instead, so that the rank waits for the message for ever, and finds out why as
-any rank that waits. Its groups are never destroyed: their destructors would wait for the thread. A program that waits
+A message that is longer than what a rank waits for makes gloo end the process, by an exception in a thread of gloo's
+own. That thread is stopped instead. So the rank waits for the message for ever, and finds out why as any rank that
+waits. The rank's groups are never destroyed, because their destructors would wait for the thread. A program that waits
 for something else, such as its own collective, is ended after a while, as gloo would have ended it.
 
-[Note: forks] The threads that communicate do not exist in a forked process, such as a worker of a data loader: what it
-starts never ends. It may hold ShardTensors and compute with its shard, but says nothing to other ranks.
+The threads that communicate do not exist in a forked process, such as a worker of a data loader. What such a process
+starts never ends. It may hold ShardTensors and compute with its shard, but it says nothing to other ranks.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ from .callers import called_from, raised_at
 from .history import as_text, at_conflict, at_first, before_each, counts, here, known_difference, last_entry, named
 
 GRACE = 3.0  # seconds, for others to say that they have failed as well
-_HELD = 10.0  # seconds, for a program to wait for a ShardTensor's communication, see [Note: sizes]
+_HELD = 10.0  # seconds, for a program to wait for a ShardTensor's communication, after gloo has thrown
 _POLL = 0.05
 BACKWARD = "a backward pass"  # in place of an operator
 
@@ -151,7 +151,7 @@ def _is_of_transport(error: RuntimeError) -> bool:
     return isinstance(error, dist.DistError) or "gloo" in str(error)
 
 
-# See [Note: sizes]: when gloo has thrown, whether the program ends by itself, and whether gloo's thread has noticed.
+# When gloo has thrown in its thread, whether the program ends by itself, and whether that thread has noticed.
 _thrown: float | None = None
 _ends, _stopped = threading.Event(), threading.Event()
 waiting: set[int] = set()  # the threads that look now and then for what has happened

@@ -1,14 +1,14 @@
 """Plain tensors are compared when they first meet ShardTensors, at no cost of a message.
 
-What an operator computes with a plain tensor is right only if all ranks hold the same one, and with other seeds they do
-not. So a digest of each is noted when it is used first, and compared with the next number that the ranks read, see
-[Note: values] in history.py.
+What an operator computes with a plain tensor is right only if all ranks hold the same one. With different seeds they do
+not. So a digest of each plain tensor is noted when it is used first, and compared with the next number that the ranks
+read, see [Note: values] in history.py.
 
-[Note: first uses] The first use of a parameter is that of the object, on each mesh that spans other ranks: what is
-equal on a part of a mesh may differ on all of it. Of other tensors there may be a new one in each call, so they are
-looked at in the first runs of a plan only, and cost later ones nothing. Nothing waits for the device until digests are
-compared. What is traced or captured is left out, as its values cannot be read.
-``SHARDTENSOR_CHECK_PARAMETERS=0``, on all ranks, switches it off.
+The first use of a parameter is that of the object, on each mesh that spans other ranks: values that are equal on a part
+of a mesh may differ on all of it. Other tensors may be new in each call, so they are looked at in the first runs of a
+plan only, and cost later runs nothing. Nothing waits for the device until digests are compared. Tensors that are traced
+or captured are left out, as their values cannot be read. ``SHARDTENSOR_CHECK_PARAMETERS=0``, on all ranks, switches the
+comparison off.
 """
 
 from __future__ import annotations

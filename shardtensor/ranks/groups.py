@@ -1,8 +1,8 @@
 """Process groups of this package's own, made when they are first needed, by their ranks alone.
 
-[Note: own groups] torch names such a group after its ranks and a number of groups of the process. Ranks whose
-numbers differ, as some are in more groups than others, would look for each other under different names until the
-timeout. So these groups are counted here, and named after a number that their ranks agree on: the largest of theirs.
+torch names such a group after its ranks and a count of the process's groups. Some ranks are in more groups than others,
+so their counts differ, and they would look for each other under different names until the timeout. So these groups are
+counted here, and named after a number that their ranks agree on: the largest of theirs.
 """
 
 from __future__ import annotations

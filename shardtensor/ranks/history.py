@@ -5,31 +5,31 @@ exception which the others did not get, goes on with numbers of another step, an
 therefore counts what ShardTensors communicate in each group, and keeps a checksum over it: of kind, dtype, number of
 elements where it is equal on all ranks, and the operator with its result's layout and its arguments. None of it depends
 on the rank. Count and checksum travel with what ranks compare or read anyway (``item()``, ``from_local``,
-``scatter_tensor``, ``full_tensor``, ``synchronize``, ``debug.check``), and where they differ, all ranks know it, and
-gather what was last recorded, to show the first difference. That costs half a microsecond for each communication, and
-no message.
+``scatter_tensor``, ``full_tensor``, ``synchronize``, ``debug.check``). Where they differ, all ranks know it, and gather
+what was last recorded, to show the first difference. That costs half a microsecond for each communication, and no
+message.
 
-[Note: first communication] Messages of another size than a rank expects stop gloo, and other backends may wait for ever
-or take them for what was expected. So when something is communicated in a group for the first time, by its text, its
-ranks compare count and checksum before it is sent. Whether it is the first time follows from the history alone, so it
-is for all ranks or for none, unless they have not done the same. Then one compares and another communicates, their
-messages do not match, and both wait; who waits for longer than a second looks what the others wait for, see [Note:
-failures] in failures.py. What all ranks have communicated before is not compared again: a header in front of every
-message would cost as much as the message.
+[Note: first communication] A message of another size than a rank expects stops gloo. Other backends may wait for ever,
+or take it for the expected one. So when something is communicated in a group for the first time, by its text, the
+group's ranks compare count and checksum before it is sent. Whether it is the first time follows from the history alone,
+so it is for all ranks or for none, unless they have not done the same. Then one rank compares and another communicates,
+their messages do not match, and both wait. A rank that waits for longer than a second looks what the others wait for,
+see [Note: failures] in failures.py. What all ranks have communicated before is not compared again: a header in front of
+every message would cost as much as the message.
 
-[Note: values] What plain tensors hold, when they first meet ShardTensors, is compared at the same occasions, and where
-an operator communicates for the first time. It is kept next to the history, by the place in it and the lines of code,
-as ranks may use tensors for themselves, and as what is the first time to one rank may not be to another, which has
-forgotten a plan. So what only one rank has noted is left out. Only then are rounding errors told from other
-differences: usually all values are equal, bit by bit.
+[Note: values] What plain tensors hold when they first meet ShardTensors is compared on the same occasions, and where an
+operator communicates for the first time. It is kept next to the history, by the place in it and the lines of code. What
+only one rank has noted is left out: ranks may use tensors for themselves, and a rank that has forgotten a plan notes
+again what is not the first time to another. If the values are equal bit by bit, which is usual, nothing else is
+compared; otherwise rounding errors are told from other differences.
 
 [Note: one thread] Two threads that communicate in one group do so in an order that differs between ranks, and get each
 other's numbers. No lock in this process could help: it knows nothing of the order on other ranks. So a group belongs to
-the thread that communicates in it, and a second one raises, before it sends anything. From then on all threads raise
-that use the group, also one that waits at that moment, since ranks may notice at different times. A group passes to
-another thread where the first one has ended, or is the main thread, which may have made what its threads use, as long
-as it does not communicate any more while they live; and inside of :func:`take_turns`. A backward pass belongs to the
-thread that called ``backward()``, in whatever thread autograd runs it.
+the thread that communicates in it, and a second thread raises before it sends anything. From then on every thread that
+uses the group raises, also one that waits at that moment, since ranks may notice at different times. A group passes to
+another thread if its thread has ended, and inside of :func:`take_turns`. It also passes from the main thread, which may
+have made what its threads use, as long as the main thread does not communicate any more while they live. A backward
+pass belongs to the thread that called ``backward()``, in whatever thread autograd runs it.
 """
 
 from __future__ import annotations
