@@ -1,9 +1,9 @@
 """From an aten call on ShardTensors to local work: what is called where torch's autograd is done with a call.
 
-[Note: allowlist] torch's sharding strategies for its own operators are not consulted. They mislabel some results on
-even shards and cannot express uneven ones, and DTensor gathers without a word; a rule here is a few lines. Strategies
-that users have registered are, see user_strategies.py. An operator without a rule goes by its form above autograd,
-if it has one; otherwise it is refused, unless all its tensors are replicated.
+torch's sharding strategies for its own operators are not consulted. They mislabel some results on even shards and
+cannot express uneven ones, and DTensor gathers without a word. A rule here is a few lines. Strategies that users have
+registered are consulted, see user_strategies.py. An operator without a rule goes by its form above autograd, if it has
+one. Otherwise it is refused, unless all its tensors are replicated.
 """
 
 from __future__ import annotations

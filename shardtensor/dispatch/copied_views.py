@@ -1,19 +1,21 @@
 """Views that are copies: what happens when such a view, or the tensor that it is a view of, is written to.
 
-[Note: views that are copies] A result that represents a view may be a copy. Where that follows from the specs (operands
-had to be redistributed), what is written to a reshape is redistributed back, and writing to any other view is refused:
-the viewed tensor would not change. A reshape of a shard copies or not depending on the shard's strides, on one rank and
-not on another; so every rank may write, and one with a copy writes it back. In the other direction, a copy is out of
-date once the viewed tensor has been written to. The version counter shows this on every rank alike: before the copy is
-read it gets the new values, from the shard or by taking the view again, or reading it is refused.
+[Note: views that are copies] A result that represents a view may be a copy. If that follows from the specs, because
+operands had to be redistributed, what is written to a reshape is redistributed back, and writing to any other view is
+refused: the viewed tensor would not change. Whether a reshape of a shard copies may depend on the shard's strides, so
+one rank may make a copy and another one not. Every rank may write then, and a rank with a copy writes it back. In the
+other direction, a copy is out of date once the viewed tensor has been written to. The version counter shows this on
+every rank alike. Before the copy is read it gets the new values, from the shard or by taking the view again, or reading
+it is refused.
 
-``x.data`` has a version counter of its own: graphs that have saved x are to notice nothing of what is written to it. So
-once a program has taken the data of some tensor, what is written to x, to x.data, to x.detach() and to views of these
-is counted as well.
+``x.data`` has a version counter of its own, so that graphs that have saved x do not notice what is written to it. So
+once a program has taken the data of some tensor, writes to x, to x.data, to x.detach() and to views of these are
+counted as well.
 
 Three attributes of a ShardTensor hold this. ``_viewed`` is the tensor that it is a view of, with its version at the
-time, or None. ``_copied`` has the copies that this rank made, or, where the view is a copy on all ranks, how it is
-written back and taken again. ``_writes``, of one that is no view to autograd, is the count that it shares, or None.
+time, or None. ``_copied`` has the copies that this rank made. If the view is a copy on all ranks, ``_copied`` says how
+the view is written back and taken again. ``_writes`` is the count of writes that a tensor which is no view to autograd
+shares with others, or None.
 """
 
 from __future__ import annotations
@@ -79,7 +81,7 @@ def note_copies(view: View, viewed: Tensor, *, moved: bool, may_copy: bool, how:
     return mark_copied(view, viewed, copies) if copies else view
 
 
-# Of a view that has the memory of the viewed tensor, which is a copy itself.
+# A view with the memory of a viewed tensor that is itself a copy: a write to the view is one to the viewed tensor.
 _OF_A_COPY = Moved(lambda view, viewed: note_write(viewed))
 
 

@@ -1,15 +1,15 @@
 """``backward()`` and ``autograd.grad()`` of ShardTensors.
 
-[Note: the engine] Left to torch, both would run inside a call to ``__torch_function__``, which disables torch functions
-until it returns. But operators that run in the meantime (activation checkpointing recomputes the forward pass, hooks
-may compute anything) must reach their handlers. So the engine is called directly, after the steps that torch's
-functions take before they call it.
+Left to torch, both would run inside a call to ``__torch_function__``, which disables torch functions until it returns.
+But operators that run in the meantime must reach their handlers: activation checkpointing recomputes the forward pass,
+and hooks may compute anything. So the engine is called directly, after the steps that torch's functions take before
+they call it.
 
-[Note: graphs of gradients] Of the nodes that are ready the engine runs the one that was made last, by a number that
-each thread counts for itself. On accelerators it runs them in a thread per device. With ``create_graph`` the nodes of
-gradients would be counted there, those of the forward pass in the program's thread; and since ranks differ in the
-number of nodes of their local work, they would run nodes that communicate in different orders, and wait for each
-other. So a graph of gradients is made in the program's thread, as on the CPU.
+[Note: graphs of gradients] Of the nodes that are ready, the engine runs the one that was made last, by a number that
+each thread counts for itself. On accelerators the engine runs the nodes in a thread per device. With ``create_graph``
+the nodes of gradients would be counted in that thread, and those of the forward pass in the program's thread. Ranks
+differ in the number of nodes of their local work. So they would run nodes that communicate in different orders, and
+wait for each other. A graph of gradients is therefore made in the program's thread, as on the CPU.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """What ranks have found out together about a tensor's values, kept with the tensor.
 
-[Note: found] Which rows an index reads of other ranks is in its values; to find out takes communication, and the host.
-So what was found is kept until the values change. Whether it is used must be known alike on all ranks without asking,
-so it follows from what the program did with the tensor, and from nothing else:
+[Note: found] Which rows of other ranks an index reads is in its values. To find out takes communication, and the host.
+So what was found is kept until the values change. Whether it is used must be known alike on all ranks without asking.
+So this follows from what the program did with the tensor, and from nothing else:
 
 - It is kept with the tensor, and goes where that goes: a new tensor has nothing. Views have it in common with the
   tensor that they are views of, each under the *steps* of the program by which it was taken (``edge_index[0]`` is
@@ -14,11 +14,11 @@ so it follows from what the program did with the tensor, and from nothing else:
   for itself, such as taking a view to print it.
 
 A rank that writes to its local tensor (``to_local()``, or what it has given to ``from_local``) does something that the
-others cannot know; all may have done so, or this one. So whoever uses what was found compares it with the values that
-are there, and raises.
+others cannot know: all may have done so, or this one alone. So code that uses what was found compares it with the
+values that are there, and raises.
 
-What is found about a *plain* tensor every rank finds by itself, after all have compared whether it is the same one. It
-is kept as long as the tensor lives, and for views with the tensor that torch says they are views of.
+What is found about a *plain* tensor every rank finds by itself, after all have compared whether it is the same tensor.
+It is kept as long as the tensor lives; for a view it is kept with the tensor that torch says it is a view of.
 """
 
 from __future__ import annotations

@@ -2,23 +2,23 @@
 
 A replicated tensor takes the layout of a sharded value, too, if it cannot be written otherwise: see ``decide_anew``.
 
-[Note: open layouts] Such a tensor is replicated, and is marked as open. Where the first sharded value is written to it,
-it takes that value's sizes before the write: each rank keeps its slice, nothing is sent, and the tensor is an ordinary
-sharded one from then on. The value may be written to a view of it; what the view sees of the tensor is told by strides
-and offset of the local tensors, which are those of the whole one. All views that exist then are taken again, without
-communication: a rank may have views that on another one are gone already. One that would need some is lost, and reading
-it is refused.
+[Note: open layouts] Such a tensor is replicated, and is marked as open. When the first sharded value is written to it,
+the tensor takes that value's sizes before the write: each rank keeps its slice, nothing is sent, and the tensor is an
+ordinary sharded one from then on. The value may be written to a view of it. Strides and offset of the local tensors,
+which are those of the whole tensor, tell what the view sees of it. All views that exist then are taken again, without
+communication: a rank may have views that are gone already on another rank. A view that would need communication is
+lost, and reading it is refused.
 
-An open tensor is the one object in which layout and local tensor change; what hands out its memory closes it.
-What ``x.new_zeros`` makes is one number, seen as many times, until it is laid out or more is done to it than to read
-it: a rank may have no room for all rows.
+An open tensor is the one object in which layout and local tensor change. What hands out its memory closes it. What
+``x.new_zeros`` makes is one number, seen as many times, until the tensor is laid out or something other than reading is
+done to it: a rank may have no room for all rows.
 
-[Note: rows of an index] A sum over an index, as in ``src.new_zeros(n, f).index_add_(0, index, src)``, says of its rows
-only how many there are, not whose they are. Where the index is sharded, its values tell: with the edges of a graph that
-lie with their targets, each rank names nodes of its own. So the ranks tell each other once the first and the last row
-that each of them names. If these intervals follow each other, the rows are sharded so; in the sizes of what has been
-read by this index, or another part of the same tensor (``x[edge_index[0]]``), where that suits the intervals, too, or
-where they overlap. Otherwise the rows stay replicated, and the ranks' contributions are summed.
+A sum over an index, as in ``src.new_zeros(n, f).index_add_(0, index, src)``, says of its rows only how many there are,
+not whose they are. If the index is sharded, its values tell: with the edges of a graph that lie with their targets,
+each rank names nodes of its own. So the ranks tell each other once the first and the last row that each of them names.
+If these intervals follow each other, the rows are sharded in the same way. They get the sizes of what has been read by
+this index, or by another part of the same tensor (``x[edge_index[0]]``), if these sizes suit the intervals, or if the
+intervals overlap. Otherwise the rows stay replicated, and the ranks' contributions are summed.
 """
 
 from __future__ import annotations
@@ -304,7 +304,7 @@ REDUCES_BY_INDEX = frozenset(
 
 
 def decide_by_index(root: Any, dim: int, index: Any, *_: Any) -> None:
-    """Lay out the open tensor into which a sharded index reduces. See [Note: rows of an index]."""
+    """Lay out the open tensor into which a sharded index reduces, by the rows that each rank names."""
     into, spec = root._spec, getattr(index, "_spec", None)
     if _root(root)[0] is not root or not isinstance(spec, ShardTensorSpec) or spec.mesh != into.mesh or not into.shape:
         return

@@ -5,9 +5,9 @@ aten rules see the rest. The patches serve calls that it does not see: functions
 with torch functions disabled, libraries without a dispatch mechanism, such as natten, and a module of torch that asks
 for a device before it calls one.
 
-[Note: invisible] For callers without ShardTensors a patched function must not differ from the original: bitwise equal
-results and the same signature; it pickles and deep-copies by name (so modules that hold it do, too, and unpickle where
-this package is not installed), and ``torch.jit.script`` compiles it as the builtin that it wraps. Functions of
+For callers without ShardTensors a patched function must not differ from the original. Its results are bitwise equal,
+and its signature is the same. It pickles and deep-copies by name, so modules that hold it do, too, and unpickle where
+this package is not installed. ``torch.jit.script`` compiles it as the builtin that it wraps. Functions of
 ``torch.nn.functional`` that are written in Python call ``__torch_function__`` themselves and need no patch.
 """
 

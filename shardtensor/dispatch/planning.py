@@ -1,14 +1,16 @@
 """Plans of aten operators below autograd: what one call does to shards, and the cache of plans.
 
-[Note: plans] What an aten operator does to shards follows from the specs of its tensors and its other arguments,
-never from data. So it is worked out once per ``(operator, specs, arguments)`` and kept as a :class:`AtenPlan`; a later
-call with the same key unwraps, runs the operator on the local tensors and wraps. A *rule* builds the plan. Building
-communicates nothing, and gives the same plan each time: a rank may forget plans, the oldest ones first, by itself.
+[Note: plans] What an operator does to shards follows from the specs of its tensors and from its other arguments, never
+from data. So it is worked out once per ``(operator, specs, arguments, settings)`` and kept as a plan. A later call with
+the same key unwraps, runs the plan on the local tensors and wraps. A run communicates and calls kernels, and does
+nothing else. There are plans above autograd (operators/declaration.py) and below it, where a *rule* builds an
+:class:`AtenPlan`. Building makes torch's checks, and raises refusals, on every rank alike. It communicates nothing, and
+gives the same plan each time: a rank may forget plans, the oldest ones first, by itself.
 
-[Note: no silent gather] A plan may slice what is replicated, reduce what is Partial, reshard by an exchange. It may
-not make a shard whole: that is refused outside :func:`shardtensor.allow_gather`, but for operands that are smaller than
-what a rank holds of the result, see [Note: small operands] in ops/elementwise/pointwise.py, and for matrices that are
-little, see [Note: small matrices] in ops/linalg/decomposition.py.
+A plan may slice what is replicated, reduce what is Partial, and reshard by an exchange. It may not make a shard whole:
+that is refused outside :func:`shardtensor.allow_gather`. Operands that are smaller than what a rank holds of the result
+are excepted, see [Note: small operands] in ops/elementwise/pointwise.py, and so are small matrices, see
+[Note: small matrices] in ops/linalg/decomposition.py.
 """
 
 from __future__ import annotations
@@ -149,9 +151,9 @@ _KEEP_OWNERS: set[Rule] = set()
 
 
 def keeps_owners(rule: Rule) -> Rule:
-    """Decorator: what says of a Partial that one rank has all of it is true of the results of this rule, too.
+    """Decorator: if one rank has all of a Partial operand, it has all of the results of this rule, too.
 
-    See [Note: owners] in layout/placements.py. So it is of views.
+    Views are such operators. See [Note: owners] in layout/placements.py.
     """
     _KEEP_OWNERS.add(rule)
     return rule
@@ -277,7 +279,7 @@ def kept_plans() -> list[Any]:
 
 
 def keep_plan(key: Sequence[Any], plan: Any) -> None:
-    """Keep a plan, if its key can be hashed; see [Note: plans]."""
+    """Keep a plan, if its key can be hashed."""
     with suppress(TypeError):
         hash(tuple(key))
         while len(_plans) >= MAX_PLANS:

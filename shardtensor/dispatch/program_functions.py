@@ -1,10 +1,10 @@
 """``autograd.Function``s of programs: gradients that they return for plain tensors, and for DTensors.
 
 [Note: functions of programs] Operators return plain gradients for plain tensors. A program's own function computes with
-ShardTensors in its backward, so what it returns for a plain weight is one, a contribution as a rule, which would be
-the weight's ``grad``. So where a call has a ShardTensor among its arguments or results, its node gets a hook, which
-knows what each gradient is for, and completes it. Graphs and placements are the same on all ranks, and so is what is
-sent. Calls without ShardTensors are looked at, no more.
+ShardTensors in its backward. So what it returns for a plain weight is a ShardTensor, usually a contribution, which
+would become the weight's ``grad``. If a call has a ShardTensor among its arguments or results, its node therefore gets
+a hook, which knows what each gradient is for, and completes it. Graphs and placements are the same on all ranks, and so
+is what is sent. Calls without ShardTensors are only looked at.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """Plain tensors of a shard's size where one of the global size is called for: the error that says so.
 
-[Note: plain tensors are global] A plain tensor counts as replicated, so sizes are checked against the global tensor's,
-by torch, on tensors without data. Each rank does so before anything is sent. Its error does not tell what users have to
-know: that the size which it found is that of a shard. So an error of torch's about sizes is looked at once more where
-it leaves a call with a ShardTensor, and nothing is done in calls that succeed. The sizes of all shards are in the spec;
-those of a plain tensor are this rank's own, and where they happen to fit on one rank, that rank sees no error.
+A plain tensor counts as replicated, so torch checks its size against that of the global tensor, on tensors without
+data. Each rank does so before anything is sent. torch's error does not tell what users have to know: that the size
+which it found is that of a shard. So an error of torch's about sizes is looked at once more where it leaves a call with
+a ShardTensor. Nothing is done in calls that succeed. The sizes of all shards are in the spec. The sizes of a plain
+tensor are this rank's own, and if they happen to fit on one rank, that rank sees no error.
 """
 
 from __future__ import annotations

@@ -3,10 +3,10 @@
 What torch calls for each function and operator, ``__torch_function__`` and ``__torch_dispatch__``, is in ``entry.py``:
 these stand above the operators, and this class below.
 
-[Note: gradients are global] A gradient is a ShardTensor like any other: a global value in some placement. The
-gradient of a Partial is Replicate (each contribution has the derivative of the sum); every other gradient may arrive
-in any layout, and whoever needs a particular one redistributes. In two places, ``from_local`` and leaf tensors,
-gradients are put into the layout of the tensor they belong to.
+A gradient is a ShardTensor like any other: a global value in some placement. The gradient of a Partial is Replicate
+(each contribution has the derivative of the sum). Every other gradient may arrive in any layout, and code that needs a
+particular one redistributes. In two places, ``from_local`` and leaf tensors, gradients are put into the layout of the
+tensor they belong to.
 """
 
 from __future__ import annotations
@@ -303,7 +303,7 @@ class ShardTensor(DTensor):
 
     # -- torch.compile: see docs/compile.md ---------------------------------------------------------------
 
-    # Every length counts, see [Note: guards] in spec.py.
+    # Every length counts: a graph is valid for one layout, as its guard, a copy of the spec, says.
     _dynamo_static_indices = set(range(MAX_NDIM))
 
     def __tensor_flatten__(self):  # type: ignore[no-untyped-def]

@@ -1,9 +1,9 @@
 """Where ShardTensors meet the levels of ``torch.func``: the error that has a transform carried out by autograd instead.
 
-[Note: levels] torch.func works by levels. Inside a transform's function tensors are wrapped in others, of which nothing
-tells above autograd what they hold: operators would reach shards below all levels, as torch's formulas have them, and
-past the forms that they have here. So a call with a ShardTensor raises inside of a level, before anything is sent, on
-every rank alike; and ``operators/transforms.py`` carries out the transform in another way.
+Inside a transform's function torch.func wraps tensors in other tensors, one level for each transform. Above autograd
+these do not tell what they hold. Operators would reach shards below all levels, as torch's formulas have them, and past
+the forms that they have here. So a call with a ShardTensor inside of a level raises, before anything is sent, on every
+rank alike, and ``operators/transforms.py`` carries out the transform in another way.
 """
 
 from __future__ import annotations

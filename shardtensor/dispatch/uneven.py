@@ -1,10 +1,10 @@
 """``DTensor.from_local`` of shards that are not as large as each other.
 
 [Note: local results] torch makes DTensors of what was computed from local tensors by ``DTensor.from_local``: in
-``local_map``, in ``PrepareModuleOutput`` and the other styles, and in programs. It takes every shard to be as large as
-this rank's, and a local tensor does not tell that it comes from a ShardTensor. So once a tensor is sharded unevenly
-along an axis of ranks, which all of these know, they compare the sizes of shards along that axis; where these differ,
-the result is a ShardTensor. Along other axes, and before that, nothing is sent.
+``local_map``, in ``PrepareModuleOutput`` and the other styles, and in programs. This function takes every shard to be
+as large as this rank's, and a local tensor does not tell that it comes from a ShardTensor. Once a tensor is sharded
+unevenly along an axis of ranks, which all of these know, they therefore compare the sizes of shards along that axis. If
+these differ, the result is a ShardTensor. Along other axes, and before that, nothing is sent.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Operators without a rule of ours, by the sharding strategy that a user has given DTensor for them.
 
-[Note: strategies] A strategy says which placements of operands give which placements of results when each rank calls
-the operator on its part. It knows nothing of shard sizes: those of the results come from running the operator on meta
-tensors of the shape that every rank has, and must add up to the global result. torch's strategies for its own
-operators are not asked, see docs/design.md.
+A strategy says which placements of operands give which placements of results when each rank calls the operator on its
+part. It knows nothing of shard sizes. The sizes of the results come from running the operator on meta tensors of the
+shape that every rank has, and must add up to the global result. torch's strategies for its own operators are not asked,
+see docs/design.md.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ TORCHS_STRATEGIES = "torch.distributed.tensor._ops"
 
 @default_rule("strategy")
 def _by_strategy(op: OpOverload) -> Rule | None:
-    """See [Note: strategies]. Random numbers of shards would not match one device."""
+    """Not for random operators: the numbers of shards would not match one device."""
     strategy = strategies().get(op)
     if strategy is None or torch.Tag.nondeterministic_seeded in op.tags:
         return None
@@ -42,7 +42,7 @@ def _by_strategy(op: OpOverload) -> Rule | None:
 
 
 def fall_back(call: AtenCall) -> AtenPlan:
-    """The rule of operators that fall back on a sharding strategy, see [Note: strategies]."""
+    """The rule of operators that fall back on a sharding strategy."""
     if any(a.alias_info is not None for a in (*call.func._schema.arguments, *call.func._schema.returns)):
         raise call.refuse("operators with a strategy may not write to operands or return views", "return new tensors")
     mesh = call.specs[0].mesh

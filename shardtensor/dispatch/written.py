@@ -1,21 +1,22 @@
 """Plain tensors that a network makes and writes sharded values to: ``out = torch.zeros(8, 4); out[:, :2] = x``.
 
-[Note: written tensors] Nobody sees how such a tensor is made, and most that are made so stay plain: positions, masks,
-counters. So nothing happens before a sharded value is written to one: a value without sharded dims, such as a mean, is
-reduced and written by each rank, and buffers with running averages stay plain. Then it becomes a ShardTensor, which is
-replicated and has an open layout, and the value is written to that ([Note: open layouts]); as a plain tensor it counted
-as replicated before. It stays plain where the layout stays open: where a sharded index says nothing of the rows.
+[Note: written tensors] Nobody sees how such a tensor is made, and most of them stay plain: positions, masks, counters.
+So nothing happens before a sharded value is written to one. A value without sharded dims, such as a mean, is reduced
+and written by each rank, so buffers with running averages stay plain. When a sharded value is written, the plain
+tensor, which counted as replicated, becomes a ShardTensor that is replicated and has an open layout, and the value is
+written to that ([Note: open layouts]). If the layout stays open, because a sharded index says nothing of the rows, the
+tensor stays plain.
 
-The object stays, since the program holds it. It cannot get the class ShardTensor, which has slots; it becomes a
+The object stays, since the program holds it. It cannot get the class ShardTensor, which has slots. So it becomes a
 :class:`WrittenTensor`, which has no memory of its own, and gives each call to the ShardTensor that it represents.
 
 All tensors with the same memory have to see the write, so they become written tensors, too: the tensor that is written
 to, the one that it is a view of, and the other views of that. Python's garbage collector knows those that a program
-holds, and torch's count of them tells whether these are all; both are the same on all ranks of a program that does the
-same on all, once what waits for being collected is. Others have that memory where a graph has saved the tensor; memory
-that came from elsewhere, such as an array's, is not counted. C++ has references to the arguments of an
-``autograd.Function`` that is being called; these are known. Others are refused, and leaves that require grad, and views
-that are not taken by an index and an order of dims.
+holds, and torch's count of them tells whether these are all. Both are the same on all ranks of a program that does the
+same on all, once what waits for being collected is collected. Other holders of that memory are graphs that have saved
+the tensor. Memory that came from elsewhere, such as an array's, is not counted. C++ has references to the arguments of
+an ``autograd.Function`` that is being called; these are known. Refused are tensors with other holders, leaves that
+require grad, and views that are not taken by an index and an order of dims.
 """
 
 from __future__ import annotations

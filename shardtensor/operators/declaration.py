@@ -1,9 +1,8 @@
 """The declaration of an operator above autograd: a plan, made once from specs and arguments, and a bare run.
 
-[Note: plan and run] What an operator does follows from the specs of its tensors and from its other arguments, never
-from data. :func:`operator` therefore declares it by one function that makes a :class:`Plan`: it makes torch's checks,
-decides what is exchanged, and raises what is refused, on every rank alike. The plan is kept under a key of all that it
-was made from; the next call with the same key runs it, and running does nothing but communicate and call kernels.
+An operator is declared by one function that makes its :class:`Plan`, see :func:`operator`. The function makes torch's
+checks, decides what is exchanged, and raises what is refused, on every rank alike. The plan is kept under a key of all
+that it was made from, see [Note: plans] in dispatch/planning.py.
 
 The key holds the function, the specs (shapes, strides, dtypes and shard sizes), shapes, strides, dtypes and devices of
 plain tensors, all other arguments with their types, autocast, the default dtype, deterministic mode, and the settings
@@ -196,7 +195,7 @@ def operator(
     sparse: Callable[..., Any] | None = None,
     meta: Callable[..., Any] | None = None,
 ) -> Callable[[Build], Build]:
-    """Declare the function that makes the plans of an operator, as a decorator. See [Note: plan and run].
+    """Declare the function that makes the plans of an operator, as a decorator.
 
     Above autograd (with ``tensors``), the function gets an :class:`Arguments` and then the arguments of the operator.
     It takes these by torch's names and with torch's defaults, in any order that suits all spellings. The arguments of

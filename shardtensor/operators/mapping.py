@@ -1,10 +1,10 @@
 """``vmap`` of functions that meet ShardTensors: each rank maps over its own rows, or over one row after the other.
 
-[Note: rows] Rows of the mapped dim do not depend on each other. So where it is sharded, and nothing else is, torch's
-``vmap`` of each rank's rows gives that rank's rows of the result, and nothing is sent. What the ranks share, arguments
-that are not mapped and tensors that the function holds, such as weights, gets a contribution to its gradient from each
-rank. Of arguments these are summed as those of other operators' weights; what the function holds is found in the graph
-of its results, where gradients leave what it has computed, and is summed there.
+Rows of the mapped dim do not depend on each other. So if that dim is sharded, and nothing else is, torch's ``vmap`` of
+each rank's rows gives that rank's rows of the result, and nothing is sent. The ranks share arguments that are not
+mapped, and tensors that the function holds, such as weights: these get a contribution to their gradient from each rank.
+Contributions to arguments are summed as those to other operators' weights. What the function holds is found in the
+graph of its results, where gradients leave what it has computed, and is summed there.
 """
 
 from __future__ import annotations
@@ -174,7 +174,7 @@ def _local_parts(rows: _Rows, dims: Sequence[int | None], tensors: Sequence[Any]
 
 
 def _sum_what_is_held(results: Sequence[Tensor], borders: set[Any], first: int, rows: _Rows) -> None:
-    """Have gradients summed where they leave what the function has computed for what it holds, see [Note: rows]."""
+    """Have gradients summed where they leave what the function has computed for what it holds."""
     if not rows.mesh_dims:
         return
     nodes = [t.grad_fn for t in results if t.grad_fn is not None]

@@ -1,6 +1,6 @@
 """The run of an operator above autograd: what a plan does on this rank, and how autograd differentiates it.
 
-A plan is made by the function that declares its operator, see [Note: plan and run] in declaration.py.
+A plan is made by the function that declares its operator, see declaration.py.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
 """Decompositions whose gradients tell less of a tangent than torch's forward mode does.
 
-[Note: tangents of halves] ``cholesky`` and ``eigh`` read a half of a matrix. Gradients treat the other half alike, so
-they are Hermitian but for imaginary parts of the diagonal, while torch's forward mode takes a tangent as it is. A
-product that is made of gradients would see the tangent's Hermitian part alone. So where tangents will be pushed, these
-functions have a gradient of their own: torch's formula, in which the step that makes it Hermitian lets tangents pass.
-Everything else that is made of it, such as second derivatives, follows. Of a complex ``svd`` the vectors' phases
-are free, and forward mode turns left and right vectors alike, which gradients do not tell.
+``cholesky`` and ``eigh`` read a half of a matrix. Their gradients treat the other half alike, so they are Hermitian but
+for imaginary parts of the diagonal. torch's forward mode takes a tangent as it is. A Jacobian-vector product that is
+made of gradients would see the tangent's Hermitian part alone. So if tangents will be pushed, these functions have a
+gradient of their own: torch's formula, in which the step that makes the gradient Hermitian lets tangents pass.
+Everything else that is made of the gradient, such as second derivatives, follows. The phases of a complex ``svd``'s
+vectors are free, and forward mode turns left and right vectors alike, which gradients do not tell.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from .._compat import transforms_active
 from ..context import Setting
 from ..dispatch.gradients import for_tangents
 
-# The gradient of a matrix, of the results and their gradients; see [Note: tangents of halves].
+# The gradient of a matrix, from the matrix, the results and their gradients.
 PullBack = Callable[[Sequence[Tensor], Sequence[Tensor | None]], Tensor | None]
 _pushing = Setting(False, decides=False)
 
@@ -176,7 +176,7 @@ def _first_of(kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 @contextmanager
 def pushing_tangents() -> Iterator[None]:
-    """Around the call of a function whose tangents will be pushed forward: see [Note: tangents of halves]."""
+    """Around the call of a function whose tangents will be pushed forward: it gets the gradients of above."""
     with _pushing.set_to(True), _OfPlainTensors():
         yield
 

@@ -1,21 +1,21 @@
 """``torch.func``'s transforms of functions that meet ShardTensors: ``grad``, ``vjp``, ``jvp``, ``vmap``, and what torch
 makes of these (``jacrev``, ``jacfwd``, ``hessian``, ``grad_and_value``).
 
-[Note: transforms] torch carries them out by levels, which hide what tensors are (see [Note: levels]). Here they are
-made of what every operator of ShardTensors has in any case, its gradient by autograd:
+[Note: transforms] torch carries them out by levels, which hide what tensors are (see dispatch/transform_levels.py).
+Here they are made of what every operator of ShardTensors has in any case, its gradient by autograd:
 
 - ``grad`` and ``vjp`` differentiate by leaves of their own, which represent the function's arguments. So nothing else
   that the function uses counts as these arguments, as with levels. Where results may be differentiated further, by
   what surrounds the transform, there is a graph of the gradients.
 - ``jvp``: the vector-Jacobian product is linear in the vector, so its own vector-Jacobian product is the
   Jacobian-vector product. So is each call that gets dual tensors (``torch.autograd.forward_ad``).
-- ``vmap``: where the mapped dim is sharded, each rank maps over its own rows, on plain tensors; otherwise the function
-  is called for one row after the other. See [Note: rows].
+- ``vmap``: if the mapped dim is sharded, each rank maps over its own rows, on plain tensors. Otherwise the function is
+  called for one row after the other. See mapping.py.
 
-Whether a function meets ShardTensors is known once it was called: its arguments may be plain, and it may hold sharded
-ones. So torch's transform goes first, unless an argument is sharded. It raises where it meets a ShardTensor, before
-anything is sent, and then the outermost transform is carried out in our way: the function is called a second time, from
-the same state of the random numbers. In a captured graph that cannot be, and the error stays. Programs without
+Whether a function meets ShardTensors is known only after it was called: its arguments may be plain, and it may hold
+sharded tensors. So torch's transform goes first, unless an argument is sharded. It raises where it meets a ShardTensor,
+before anything is sent. Then the outermost transform is carried out in our way: the function is called a second time,
+from the same state of the random numbers. In a captured graph that cannot be, and the error stays. Programs without
 ShardTensors have torch's functions, see [Note: footprint].
 """
 

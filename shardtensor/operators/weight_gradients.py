@@ -5,22 +5,22 @@ the domain is done here, in the gradient's own way back, so ``.grad`` is plain a
 FSDP see what they see on one device.
 
 [Note: rounded contributions] In half precision a rank's contribution is what torch's kernel returns: summed in float32
-and rounded, as the contributions of DDP's ranks are. The sum over ranks is in float32, so contributions are converted,
+and rounded, as the contributions of DDP's ranks are. The sum over ranks is in float32. So contributions are converted,
 and the sums rounded, a bucket at a time. ``half_precision("exact")`` has operands converted instead, so that kernels
-return float32; whether they do is decided by :meth:`Plan.decide_precision`, once for each plan.
+return float32. :meth:`Plan.decide_precision` decides which of the two, once for each plan.
 
-[Note: contributions] The gradient of a DTensor that is Replicate on a mesh dim comes back as ``Partial()`` there,
-always, however it was used. Where ranks worked on different shards that is what they have. Where they all did the same
-work, one keeps the gradient and the others get zeros: nothing is sent. So gradients of several uses add up as they
-are, and FSDP2, which sums over the mesh dims it is given without asking for placements, reduces all of them rightly in
-its own communication.
+[Note: contributions] The gradient of a DTensor that is Replicate on a mesh dim is always ``Partial()`` there, however
+the DTensor was used. If ranks worked on different shards, their gradients are contributions already. If all ranks did
+the same work, one keeps the gradient and the others get zeros, and nothing is sent. So gradients of several uses add up
+as they are. FSDP2, which sums over the mesh dims that it is given without asking for placements, reduces all of them
+rightly in its own communication.
 
 [Note: buckets] A layer's contributions go into a bucket when its backward has computed them, and the bucket is sent
 when it is full. A node between weight and layer, which the engine runs when nothing else is ready, takes the sums out.
-Between accelerators buckets are larger, and summed in a process group of their own: what is communicated in one group
-is done in the order in which it was started, so a halo would wait for a bucket. Layers may have run on several streams,
-and so do their nodes: who sends waits for all streams that have added to the bucket, and who takes for the one that has
-waited for the sums.
+Between accelerators buckets are larger, and are summed in a process group of their own: communication in one group is
+done in the order in which it was started, so a halo would wait for a bucket. Layers may have run on several streams,
+and so do their nodes. The thread that sends waits for all streams that have added to the bucket; one that takes sums
+waits for the stream that has waited for them.
 """
 
 from __future__ import annotations
