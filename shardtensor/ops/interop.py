@@ -205,7 +205,7 @@ def item(x: ShardTensor) -> bool | int | float | complex:
 def _number_of(local: Tensor, spec: ShardTensorSpec, m: int) -> Tensor:
     """The number of which mesh dim ``m`` has the parts, or one owner.
 
-    What a program reads it waits for, so the ranks compare their histories on the way, see [Note: history].
+    The program waits for a number that it reads, so the ranks compare their histories with it, see [Note: history].
     """
     sizes = spec.sizes[m]
     own = local.reshape(-1) if local.numel() else local.new_zeros(1)

@@ -4,20 +4,21 @@ Every step along the sequence needs the one before, so that only the batch can b
 sequence or the features are sharded, the batch is sharded instead, if it has an entry for every rank, by one exchange;
 another one reshards the output, so that it has the layout of the input.
 
-[Note: relay] A batch that is too short for that leaves the sequence sharded, and the state travels: each rank runs its
+A batch that is too short for that leaves the sequence sharded, and the state travels in a *relay*: each rank runs its
 part of the sequence from the state that the rank before it has reached, and passes on its own. What one rank runs at a
 time is a *cell*: one layer, in one direction, on its part. It starts when the cell of the rank before has ended, and
-the cells of the layer below on the same rank. So with ``->`` for cells of the forward and ``<-`` of the reverse one::
+the cells of the layer below on the same rank. So with ``->`` for cells of the forward and ``<-`` of the reverse
+direction::
 
     step      0     1     2     3           0       1       2       3       4       5
     rank 0    ->0   ->1                     ->0             <-0     ->1             <-1
     rank 1          ->0   ->1                       <->0                    <->1
     rank 2                ->0   ->1         <-0             ->0     <-1             ->1
 
-One layer in one direction takes as long as on one device; what is gained is memory, a pipeline of the layers (left),
-and the other direction, which starts at the other end (right). All ranks know all steps, take part in the exchange
-after each, and count only ranks that have a part of the sequence. The backward pass takes the steps in reverse, with
-the gradient of the state. Before, all ranks at once run their cells again, from the states that they were given: saved
+One layer in one direction takes as long as on one device. What is gained is memory, a pipeline of the layers (left),
+and the other direction, which starts at the other end (right). All ranks know all steps, and take part in the exchange
+after each. Only ranks that have a part of the sequence count. The backward pass takes the steps in reverse, with the
+gradient of the state. Before that, all ranks at once run their cells again, from the states that they were given. Saved
 are the input and these states.
 """
 
@@ -128,7 +129,7 @@ def _like(one: bool, states: Sequence[Tensor]) -> Tensor | tuple[Tensor, ...]:
 
 @dataclass(frozen=True, slots=True)
 class _Turn:
-    """What one rank does at one step of a relay: see [Note: relay].
+    """What one rank does at one step of a relay.
 
     Attributes:
         cells: those that it runs, by their numbers: ``layer * directions + direction``.
@@ -144,7 +145,7 @@ class _Turn:
 
 
 class _Relay(Plan):
-    """The layers where the sequence is sharded. Tensors: input, states, parameters. See [Note: relay]."""
+    """The layers where the sequence is sharded. Tensors: input, states, parameters."""
 
     outputs: tuple[ShardTensorSpec, ...]
 

@@ -95,7 +95,7 @@ static void count(const std::string& kind, const std::string& name) {
 }
 
 // ---- streams ---------------------------------------------------------------------------------------------------------
-// [Note: order] Kernels run when they are launched. That they would be right with real streams is told by vector clocks: each
+// Kernels run when they are launched. That they would be right with real streams is told by vector clocks: each
 // launch is a tick of its stream, and a stream knows up to which tick of every other stream it has waited. Memory keeps who
 // touched it last. A kernel that reads what another stream wrote, or writes what another stream touched, has to know that tick.
 using StreamKey = int64_t;

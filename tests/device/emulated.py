@@ -1,8 +1,7 @@
 """Importing this, before torch, makes a CPU-only torch believe in CUDA; see ``emulated.cpp`` for what its devices do.
 
-[Note: in torch's place] A build without CUDA lacks the C functions of ``torch.cuda``, and replaces its classes of
-streams, events and graphs by dummies. They are put in here, in terms of torch's device-neutral ones; the rest of
-``torch.cuda`` is torch's own.
+A build without CUDA lacks the C functions of ``torch.cuda``, and replaces its classes of streams, events and graphs by
+dummies. This module puts them in, in terms of torch's device-neutral ones. The rest of ``torch.cuda`` is torch's own.
 """
 
 from __future__ import annotations

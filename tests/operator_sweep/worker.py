@@ -1,8 +1,8 @@
 """What one rank does: run the cases of an operator and agree with the other ranks on how each one ended.
 
-[Note: lockstep] After every case the ranks tell each other how it went through a small shared file, not through a
-collective: a rank that has raised must not meet the others' messages. Only when all say the same does the next case
-begin; otherwise the ranks stop, and the parent goes on with new processes behind that case.
+After every case the ranks tell each other how it went through a small shared file, not through a collective: a rank
+that has raised must not meet the others' messages. Only when all say the same does the next case begin. Otherwise the
+ranks stop, and the parent goes on with new processes behind that case.
 """
 
 from __future__ import annotations

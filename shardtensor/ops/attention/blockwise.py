@@ -1,9 +1,9 @@
 """Which parts of a block of attention have to be computed, and how the results of blocks are put together.
 
-[Note: log-sum-exp] With ``lse = log(sum(exp(scores)))`` of each block, a softmax over all keys is the mean of the
-softmaxes over the blocks, weighted by ``exp(lse)``. Backward needs only the lse of the whole row: the probabilities in
-a block are ``exp(scores - lse)``, so blocks are independent of each other. A row that sees nothing has lse -inf; its
-result is zero, as torch's is.
+With ``lse = log(sum(exp(scores)))`` of each block, a softmax over all keys is the mean of the softmaxes over the
+blocks, weighted by ``exp(lse)``. The backward pass needs only the lse of the whole row: the probabilities in a block
+are ``exp(scores - lse)``, so blocks are independent of each other. A row that sees nothing has lse -inf, and its result
+is zero, as torch's is.
 
 This is the online softmax of M. Milakov and N. Gimelshein, arXiv:1805.02867, and of FlashAttention, arXiv:2205.14135.
 """
@@ -98,7 +98,7 @@ def _stairs(rows: Sequence[Interval], columns: Sequence[Interval], shift: int) -
 
 
 class RunningSoftmax:
-    """Results of blocks as they come, see [Note: log-sum-exp].
+    """The sum of the results of blocks, weighted by their log-sum-exps, as they come.
 
     Args:
         query: of this rank.

@@ -5,10 +5,6 @@ the blocks of the mask. Here each rank calls that operator on its part, with fun
 where its part begins. Captured tensors are read at indices that the functions choose, so every rank needs all of them.
 Where the sequence is sharded, queries stay, and all keys and values are fetched: which of them a rank's queries see is
 in the values of the mask's tensors, which graphs do not know.
-
-[Note: rows of blocks] A block mask lists for each block of rows the blocks of keys that are not hidden entirely. A rank
-takes the lists of the blocks in which its rows lie. The first block may begin with rows of another rank: these are
-computed, with this rank's first query in place of theirs, and dropped.
 """
 
 from __future__ import annotations
@@ -75,7 +71,12 @@ class FlexCall:
         return replace(self, mask=mask, captured=(replaced(self.captured[0]), replaced(self.captured[1])))
 
     def of_part(self, query: ShardTensorSpec) -> tuple[FlexCall, int]:
-        """The call for this rank's queries, and how many rows come before these: see [Note: rows of blocks]."""
+        """The call for this rank's queries, and how many rows come before these.
+
+        A block mask lists for each block of rows the blocks of keys that are not hidden entirely. A rank takes the
+        lists of the blocks in which its rows lie. The first block may begin with rows of another rank. These rows are
+        computed, with this rank's first query in place of theirs, and dropped.
+        """
         (batch, _), (head, _), (row, stop) = (query.own_interval(d) for d in (-4, -3, -2))
         height, width, mask_mod = int(self.mask[-3]), int(self.mask[-2]), self.mask[-1]
         first, last = row // height, -(-stop // height)

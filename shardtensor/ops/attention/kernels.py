@@ -1,13 +1,14 @@
 """How one block of attention is computed: torch's fused kernels of the CPU and of CUDA, or explicit scores.
 
-[Note: kernels of attention] Called with a block, a fused kernel gives its result and its log-sum-exp, which torch's own
-function does not return; its backward takes those of all blocks. They are chosen as torch chooses for one device: flash
-in half precision where nothing is added to the scores, efficient attention elsewhere. Both read aligned memory, and so
-head sizes are padded with zeros. The result of a block has the dtype of the queries; blocks are added up in float32. On
-the CPU blocks of half precision are computed in float32.
+[Note: kernels of attention] A fused kernel that is called with a block gives its result and its log-sum-exp, which
+torch's own function does not return. The kernel's backward takes the log-sum-exp over all blocks. Kernels are chosen as
+torch chooses for one device: flash in half precision where nothing is added to the scores, efficient attention
+elsewhere. Both read aligned memory, so head sizes are padded with zeros. The result of a block has the dtype of the
+queries, and blocks are added up in float32. On the CPU blocks of half precision are computed in float32.
 
-``causal`` is aligned at the lower right here: the last row sees all columns. So are the kernels of CUDA when they are
-called by themselves, flash always. The CPU's has the upper left corner, and is given squares, in which these are one.
+``causal`` is aligned at the lower right here: the last row sees all columns. CUDA's kernels align it so, too, when they
+are called by themselves, and flash always does. The CPU's kernel aligns it at the upper left, and is given squares, in
+which both are the same.
 """
 
 from __future__ import annotations

@@ -9,10 +9,11 @@ For each mesh dim one of these kinds (dims counted from the end: -3 heads and be
 | keys | replicated | sequence | replicated | two all-reduces: a number per row, and the result |
 | both | sequence | sequence | as the query | keys and values, fetched or around a ring; or all-to-alls |
 
-[Note: balance] Where a row sees the keys before it, the last rank of a ring has most to do. So the sequence is divided
+[Note: balance] If a row sees the keys before it, the last rank of a ring has most to do. So the sequence is divided
 into twice as many parts as there are ranks, and rank ``r`` of ``P`` gets parts ``r`` and ``2 P - 1 - r``, by an
-exchange before the ring; another one brings the result back. Then each step of the ring is equally long on all ranks,
-whatever the shards: both parts see the early one of a rank before, or the late part sees both of a rank after.
+exchange before the ring. Another exchange brings the result back. Then each step of the ring is equally long on all
+ranks, whatever the shards are: both parts of a rank see the early part of a rank before it, or its late part sees both
+parts of a rank after it.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ Parts = tuple[Interval, ...]  # of a sequence, that a rank has next to each othe
 
 
 class Balance(NamedTuple):
-    """Which parts of the sequences each rank has, as the shards are and as it computes, see [Note: balance].
+    """Which parts of the sequences each rank has, as the shards are and as it computes.
 
     Both are of queries, keys and values, for each rank.
     """
@@ -282,7 +283,7 @@ def _shards(layout: AttentionLayout, m: int) -> tuple[tuple[Parts, ...], ...]:
 
 
 def _balance(layout: AttentionLayout, m: int) -> Balance:
-    """An early and a late part of each sequence for every rank, see [Note: balance]."""
+    """An early and a late part of each sequence for every rank."""
     ranks = layout.targets[0].mesh.size(m)
 
     def parts_of(length_of_all: int) -> tuple[Parts, ...]:
@@ -335,8 +336,8 @@ def _by_heads(layout: AttentionLayout, m: int, mask: ShardTensorSpec | None) -> 
     )
 
 
-# [Note: choice] Small keys and values are fetched: all of them together take no longer than the constant below. Then
-# what counts is how many exchanges and kernels are started, by the host, and neither memory nor overlap matter.
+# Keys and values are small, and fetched, if sending all of them takes no longer than the constant of an exchange. Then
+# the number of exchanges and kernels that the host starts counts, and neither memory nor overlap matter.
 #
 # Otherwise the choice is by what a forward pass is estimated to take, in bytes: a transfer of n bytes takes n, and a
 # constant for each exchange; f floating-point operations count as f / rate bytes. In the ring, a step takes as long as

@@ -146,7 +146,7 @@ class AttentionWork:
         return out  # type: ignore[no-any-return]
 
     def balanced(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout: Dropout | None) -> Tensor:
-        """Exchange parts of the sequence, so that each rank computes as much, and back, see [Note: balance]."""
+        """Exchange parts of the sequence, so that each rank computes as much, and back: [Note: balance]."""
         m, balance = self.layout.mesh_dim, self.layout.balance
         assert m is not None and balance is not None
         rank = self.query.coordinate[m]

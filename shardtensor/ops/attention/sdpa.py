@@ -1,7 +1,7 @@
 """``scaled_dot_product_attention`` with the sequence, the batch or the heads sharded; see layout.py.
 
 Where queries and keys are both sharded along the sequence, there are three methods, see :func:`attention_method`.
-[Note: ring] in common/ring.py describes the ring, [Note: choice] in layout.py which method is taken.
+[Note: ring] in common/ring.py describes the ring. layout.py chooses the method.
 
 Sources: H. Liu et al., Ring Attention with Blockwise Transformers for Near-Infinite Context, arXiv:2310.01889; S. A.
 Jacobs et al., DeepSpeed Ulysses, arXiv:2309.14509 (heads).

@@ -1,10 +1,10 @@
 """What operators do with their operands: realign specs, make ShardTensors of tensors, and ask torch for the result.
 
-[Note: alignment] For each mesh dim the first operand that shards an output dim there decides; a replicated operand is
-sharded locally, one that is sharded otherwise is exchanged, a Partial one is reduced. An operand that would have to be
-gathered is refused. Where the first one's shards are much coarser than those of another operand of the result's shape,
-along another dim, that one decides, as one of them has to be exchanged in any case: a residual connection brings what
-attention has left in shards of two frames back to shards of many rows.
+For each mesh dim the first operand that shards an output dim there decides. A replicated operand is sharded locally,
+one that is sharded otherwise is exchanged, and a Partial one is reduced. An operand that would have to be gathered is
+refused. If the shards of the first operand are much coarser than those of another operand of the result's shape, along
+another dim, the other operand decides, as one of the two has to be exchanged in any case: a residual connection brings
+what attention has left in shards of two frames back to shards of many rows.
 """
 
 from __future__ import annotations

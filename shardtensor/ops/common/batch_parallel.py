@@ -1,10 +1,10 @@
 """Operators that work on the entries of some dims (batch, channels) independently and need the other dims unsharded:
 ``max_unpool``, ``fractional_max_pool``, ``grid_sample``, ``affine_grid``, ``ctc_loss``, recurrent networks.
 
-[Note: named dims] Every dim of every operand either has a name or has to be unsharded. Dims of one name run together
-and may be sharded: all operands that have it are sharded alike, those without it are replicated. A mesh dim shards a
-name that all operands have which it finds sharded, see named_dims.py: one that is sharded already, or else the
-longest, by one exchange in which every rank keeps as much as it had. Then the result, whose other dims have other
+Every dim of every operand either has a name or has to be unsharded. Dims of one name run together and may be sharded:
+all operands that have the name are sharded alike, and those without it are replicated. A mesh dim shards a name that
+every operand has that is sharded on it, see named_dims.py: a name that is sharded already, or else that of the longest
+dim. That takes one exchange, in which every rank keeps as much as it had. The result, whose other dims have other
 lengths, stays spread over that dim.
 """
 
@@ -42,7 +42,7 @@ class Result(NamedTuple):
 
 
 def arranged(op: str, specs: Sequence[ShardTensorSpec], names: Sequence[Names], lost: Names = ()) -> Arrangement:
-    """The layouts that operands need whose dims have these names, see [Note: named dims].
+    """The layouts that operands need whose dims have these names.
 
     Args:
         lost: names of dims that some results do not have: these are Partial where they are sharded.
@@ -82,7 +82,7 @@ def plan_by_batch(
     operands: Mapping[str, Names],
     results: Sequence[Result],
 ) -> Plan:
-    """The plan that calls ``function`` on this rank's parts of the operands, see [Note: named dims].
+    """The plan that calls ``function`` on this rank's parts of the operands.
 
     Args:
         operands: ``{argument: names of its dims}`` of all tensors, in the order of the declaration; a name of None is

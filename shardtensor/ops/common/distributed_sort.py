@@ -3,14 +3,14 @@
 A *row* is a line of elements along the dims that are ordered; here it is the last dim of a matrix, of which every
 process holds some columns. The *place* of an element is how many elements of its row stand before it in order.
 
-[Note: counting] Every element has a key: an integer in the order of the values, NaN behind all of them. The key at a
-place is found digit by digit: each process counts how many of its keys lie below each candidate for the next digit, and
+*Counting.* Every element has a key: an integer in the order of the values, with NaN behind all of them. The key at a
+place is found digit by digit. Each process counts how many of its keys lie below each candidate for the next digit, and
 one all-reduce adds the counts up. The number of all-reduces depends on the dtype alone. Equal elements stand in the
 order of the processes and then of the columns, as a stable sort on one device has them.
 
-[Note: sorting] With the places where each process' part of the sorted row begins, every process knows what to send
-where: one all-to-all, in which nobody receives more than its part. How much travels between whom depends on data, but
-on data that all of them have seen. The host reads these numbers, and nothing else: for a GPU it waits once.
+*Sorting.* From the places where each process' part of the sorted row begins, every process knows what to send where:
+one all-to-all, in which no process receives more than its part. How much travels between two processes depends on data,
+but on data that all of them have seen. The host reads these numbers, and nothing else: for a GPU it waits once.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class Found:
 
 @recomputed()
 def find_places(keys: Tensor, dtype: torch.dtype, places: Tensor, groups: Sequence[dist.ProcessGroup]) -> Found:
-    """Find the elements at ``places`` (rows, places) of the rows, see [Note: counting].
+    """Find the elements at ``places`` (rows, places) of the rows, by counting.
 
     Args:
         keys: this process' keys ``(rows, columns)``, each row ascending.
@@ -138,7 +138,7 @@ def find_slices(keys: Tensor, dtype: torch.dtype, places: Tensor, group: dist.Pr
 
 
 class Route:
-    """The way of elements to where their sorted rows are, and back, see [Note: sorting].
+    """The way of elements to where their sorted rows are, and back.
 
     Args:
         order: the positions of this process' elements in order, ``(rows, columns)``.

@@ -1,9 +1,9 @@
 """A ring of ranks along one mesh dim: blocks are sent from neighbour to neighbour, their gradients come home.
 
-[Note: ring] At step ``t`` rank ``r`` has the block of rank ``r - t``. It computes with it while it sends it on and
-receives the next one, so a rank holds two blocks at a time, never all. A block travels only as far as somebody needs
-it. The gradient of a block is added up along the same way, one step behind, and goes home from its last stop: ``P - 1``
-transfers, as many as the block itself needs.
+[Note: ring] At step ``t`` rank ``r`` has the block of rank ``r - t``. The rank computes with this block while it sends
+it on and receives the next one, so it holds two blocks at a time, never all. A block travels only as far as some rank
+needs it. The gradient of a block is added up along the same way, one step behind, and goes home from its last stop:
+``P - 1`` transfers, as many as the block itself needs.
 
 ::
 
@@ -206,14 +206,13 @@ trip = cached(maxsize=1024)(Trip)
 
 # A function of an operand that is sent around a ring: computed with each rank's shard in turn, and put together.
 #
-# [Note: part by part] The gradient of an operand that travels comes home part by part, too: backward, the shards go
-# round once more, and what was computed with each is computed again. Nothing of what came by is saved.
+# The gradient of an operand that travels comes home part by part, too. In the backward pass the shards go round once
+# more, and what was computed with each is computed again. No shard that has come by is saved.
 #
 # So a gradient is again a function of what travels (the shards, and gradients of what came home) and of what stays, and
 # its results come home or stay. Derivatives of every order are such rounds.
 #
-# What is added up over the parts is computed in float32, and rounded once: see [Note: rounded once] in
-# redistribute.py.
+# Sums over the parts are computed in float32, and rounded once: see [Note: rounded once] in redistribute.py.
 
 
 @dataclass(frozen=True, slots=True)
@@ -299,7 +298,7 @@ class _Work:
 
 
 class _Round(AutogradFunction):
-    """See [Note: part by part]. Gives what has come home, and what stays."""
+    """One round of the shards. Gives what has come home, and what stays."""
 
     @staticmethod
     def forward(ctx: Any, work: _Work, tour: Tour, *tensors: Tensor) -> Any:

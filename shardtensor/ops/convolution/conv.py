@@ -34,9 +34,7 @@ from .halo_conv import ConvolutionPlan, LocalConvolution, OwnersGradient, SplitG
 # -- geometry ----------------------------------------------------------------------------------------------------------
 
 # What a rank reads and computes of a convolution: worked out from specs, on every rank for itself.
-#
-# [Note: owner computes] The rank that owns the input under the kernel's middle tap computes an output
-# (``Window.boundary``).
+# An output is computed by the rank that owns the input under the kernel's middle tap (``Window.boundary``).
 
 Pads = tuple[tuple[int, int], ...]
 
@@ -336,7 +334,7 @@ def plan_batched(
     """
     if input.tensor_meta.dtype.is_complex and weight.dtype.is_complex:
         return Composed(lambda x, w, b: _as_real_convolution(again, x, w, b, transposed=transposed))
-    # Sharded channels are spread over the batch or a spatial dim instead, see [Note: whole rows] in sort.py.
+    # The batch or a spatial dim is sharded instead of the channels, see [Note: whole rows] in sort.py.
     call.redistribute("input", free_dims(call.name, input, 1))
     call.cast(call.autocast(), "input", *(["weight"] if bias is None else ["weight", "bias"]))
     return make(call.tensors["input"])

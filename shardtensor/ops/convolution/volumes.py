@@ -1,11 +1,11 @@
 """Convolution of a volume on the CPU, by oneDNN also where torch would take a slower kernel.
 
-[Note: small volumes] Of one float32 volume, torch gives oneDNN those whose channels times the first two spatial dims
-are more than 20,480, however long the last dim is. It has a kernel of its own for the others, which takes 2 to 10 times
-as long. Shards are on this side of the limit where the whole volume is on the other: two ranks would take longer than
+Of the float32 volumes of one sample, torch gives oneDNN those whose channels times the first two spatial dims are more
+than 20,480, however long the last dim is. torch has a kernel of its own for the others, which takes 2 to 10 times as
+long. Shards may be on this side of the limit while the whole volume is on the other: two ranks would take longer than
 one. So the forward pass calls oneDNN. For the backward pass there is no such function: it gets the volume with its
-longest dims first, where these are long enough for torch's rule. Tiny volumes, and kernels of one tap, are left to
-torch's own: oneDNN takes 30 us to begin.
+longest dims first, if these are long enough for torch's rule. Tiny volumes, and kernels of one tap, are left to torch's
+own kernel: oneDNN takes 30 us to begin.
 
 Source: ``use_mkldnn`` in torch's aten/src/ATen/native/Convolution.cpp.
 """

@@ -1,9 +1,4 @@
-"""What optimizers call: ``_foreach_*``, an operator on every tensor of a list, and fused steps.
-
-[Note: item by item] Where the lists' tensors have the same layouts, the operator itself runs on the lists of shards.
-Otherwise, with Partials or with plain tensors among them, each item is planned as the operator on that item alone
-would be, and the plans run one after the other.
-"""
+"""What optimizers call: ``_foreach_*``, an operator on every tensor of a list, and fused steps."""
 
 from __future__ import annotations
 
@@ -40,7 +35,11 @@ def _default(op: OpOverload) -> Rule | None:
 
 
 def _foreach(call: AtenCall) -> AtenPlan:
-    """The plan for lists, see [Note: item by item]."""
+    """If the lists' tensors have the same layouts, the operator itself runs on the lists of shards.
+
+    Otherwise, also if Partials or plain tensors are among them, each item is planned as the operator on that item alone
+    would be, and the plans run one after the other.
+    """
     if not _alike(call):
         return _item_by_item(call)
     if call.meta is None:

@@ -1,18 +1,18 @@
 """Operators that treat every element alone: arithmetic, activations, comparisons, casts, copies, ``*_like``.
 
-Operands with different shard sizes are realigned, see [Note: alignment] in common/alignment.py; for in-place operators
-to the layout of the tensor that is written to.
+Operands with different shard sizes are realigned, see common/alignment.py. For in-place operators they get the layout
+of the tensor that is written to.
 
-[Note: small operands] An operand that is broadcast along the dim that shards the result, while its own shards are of
-another dim, would have to be gathered: of ``x[:, None] - x[None]`` one. It is, where it has no more elements than a
-rank's even share of the result: gathered, it takes no more memory than what is computed from it.
+[Note: small operands] In ``x[:, None] - x[None]`` one operand is broadcast along the dim that shards the result, while
+its own shards are of another dim. Such an operand would have to be gathered. It is gathered if it has no more elements
+than a rank's even share of the result: then it takes no more memory than what is computed from it.
 
-[Note: written to a Partial] What is added in place to a Partial is added to the contributions, by each rank what it
-has, without communication. Otherwise the Partial is reduced, to the layout of the other operands; and what it is
-changed to is a Partial again.
+[Note: written to a Partial] A contribution that is added in place to a Partial is added to the Partial's contributions,
+by each rank what it has, without communication. For other values and operators the Partial is reduced, to the layout of
+the other operands, and the result is made a Partial again.
 
-[Note: pointwise by default] What torch tags as pointwise needs no declaration: :func:`pointwise_plan` plans it. That is
-the one default; what is elementwise without the tag is declared.
+An operator that torch tags as pointwise needs no declaration: :func:`pointwise_plan` plans it. That is the one default.
+Elementwise operators without the tag are declared.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ _LINEAR = (
     _aten.add_.Tensor,
     _aten.sub_.Tensor,
 )
-# Whose other operand may be a contribution where the one that is written to is; see [Note: written to a Partial].
+# If the operand that is written to is a contribution, the other one may be one, too: [Note: written to a Partial].
 _ADDING = (_aten.add_.Tensor, _aten.sub_.Tensor, _aten.copy_.default)
 _SCALED = (_aten.mul.Tensor, _aten.mul.Scalar, _aten.div.Tensor, _aten.div.Scalar, _aten.mul_.Tensor, _aten.div_.Tensor)
 
@@ -218,7 +218,7 @@ def _fake_quantize_channels(call: AtenCall) -> AtenPlan:
 
 @default_rule("elementwise")
 def _default(op: OpOverload) -> Rule | None:
-    """See [Note: pointwise by default]."""
+    """The rule of an operator that torch tags as pointwise, which needs no declaration."""
     name = op._schema.name.removeprefix("aten::")
     if name.startswith("_foreach_"):
         return None  # see optimizers.py

@@ -1,6 +1,6 @@
 """Random numbers: ``*_like``, in-place draws, ``bernoulli``, ``normal``, ``multinomial``.
 
-[Note: streams] A replicated tensor is drawn as on one device: the same numbers, from the same generator. For a sharded
+A replicated tensor is drawn as on one device: the same numbers, from the same generator. For a sharded
 tensor every rank takes one number from the generator that the caller would have used, and seeds with it, and with the
 coordinates of its shard, a generator of its own. So
 
@@ -9,9 +9,9 @@ coordinates of its shard, a generator of its own. So
   advance alike, so that numbers drawn for plain tensors stay equal on all ranks;
 - the numbers are not those of one device, and depend on the tensor's layout.
 
-All ranks of the mesh must be seeded equally. Where they hold copies of what is drawn, what they draw from enters the
-history of their groups, so that copies that differ are told with the next number; see [Note: history].
-``SHARDTENSOR_DEBUG=1`` makes all ranks compare, at once.
+All ranks of the mesh must be seeded equally. If ranks hold copies of what is drawn, the state that they draw from
+enters the history of their groups. So copies that differ are noticed with the next number that the ranks read, see
+[Note: history]. ``SHARDTENSOR_DEBUG=1`` makes all ranks compare at once.
 
 Without a generator in the call, that number comes from the CPU's default one, whatever the device: it can be read
 without waiting for the device, and activation checkpointing restores it. Dropout keeps its mask for the backward pass.
@@ -273,7 +273,7 @@ def plan_draw_like(call: AtenCall) -> AtenPlan:
 
 @operator(_aten.multinomial.default)
 def plan_multinomial(call: AtenCall) -> AtenPlan:
-    """Every row is drawn for itself, by the rank that has all of it, see [Note: whole rows] in sorting/sort.py."""
+    """The rank that has all of a row draws from it, see [Note: whole rows] in sorting/sort.py."""
     given = call.reduced()[(0,)]
     spec = free_dims("multinomial", given, len(given.shape) - 1)
     out = carry(call, spec, call.meta, {d: d for d in range(len(spec.shape) - 1)})

@@ -1,13 +1,13 @@
 """What a rank does with its part of the operands of operators that read and write by index: blocks come one by one.
 
-[Note: own entries] Where a dim that is indexed is sharded, each rank answers for the entries that it owns. Reading, it
-contributes zeros for the others: the result is a Partial, or is summed at the owner of the block that is broadcast.
-(The zeros are negative ones, the neutral element of floating-point addition, so that every value comes out as it was.)
-Writing, the others' entries go to a sink, one more index at the end of a copy of the shard.
+*Own entries.* If a dim that is indexed is sharded, each rank answers for the entries that it owns. In reading it
+contributes zeros for the other entries, and the result is a Partial, or is summed at the owner of the block that is
+broadcast. (The zeros are negative ones, the neutral element of floating-point addition, so that every value comes out
+as it was.) In writing, the other entries go to a sink, one more index at the end of a copy of the shard.
 
-[Note: contributions] Where a rank has its own part of what is added to a sharded dim, it adds that into a block that is
-neutral, and the blocks are reduced at their owners: all in one exchange if together they are no larger than the part,
-and otherwise owner by owner, so that no rank holds more than one block of another rank.
+*Contributions.* If a rank has its own part of what is added to a sharded dim, it adds that into a neutral block, and
+the blocks are reduced at their owners. If all blocks together are no larger than the part, this is one exchange.
+Otherwise it goes owner by owner, so that no rank holds more than one block of another rank.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ class BlockWork:
         return written
 
     def _contributions(self, mesh_dims: Sequence[int], values: list[Any], kwargs: dict[str, Any], own: Own) -> Tensor:
-        """What is written to, with what all ranks contribute to this rank's part of it, see [Note: contributions]."""
+        """What is written to, with what all ranks contribute to this rank's part of it."""
         if not mesh_dims:
             return self._written(values, kwargs, own)
         m, target, partial = mesh_dims[0], operand(values, self.first), Partial(self.accumulates or "sum")
@@ -194,7 +194,7 @@ class BlockWork:
         return torch.cat(pieces, self.out.index(label)) if len(pieces) > 1 else pieces[0]
 
     def _on_own(self, values: list[Any], kwargs: dict[str, Any], own: Own) -> Any:
-        """The operator on what this rank owns, see [Note: own entries]."""
+        """The operator on what this rank owns: other entries are read as zeros, and written to a sink."""
         here: Tensor | None = None
         for path, dim in self.indexed.items():
             n, a, b = own[dim]

@@ -1,23 +1,19 @@
 """How the operands of operators that read and write by index are laid out.
 
-[Note: labels] Every dim of every operand gets a label; dims that run together (a batch dim of ``gather``) share one,
-and the dims that are indexed have one that no other operand has. The layout follows, mesh dim by mesh dim:
+Every dim of every operand gets a label. Dims that run together (a batch dim of ``gather``) share one, and the dims that
+are indexed have one that no other operand has. The layout follows, mesh dim by mesh dim:
 
 - The first operand, which is read or written, decides: where it is sharded along a label, all that have the label
   are sharded alike. A dim that is indexed may be sharded, too. Where the first operand is replicated, the others
   decide.
 - Operands that are sharded but lack the label *are broadcast*, one shard at a time: each rank's block goes to all,
   so that nobody holds more than one block of another rank. The blocks' boundaries follow from the specs. Where an
-  index can be looked at, only rows that it names travel, see [Note: by rows] in row_work.py.
+  index can be looked at, only rows that it names travel, see row_work.py.
 - Where nothing is broadcast, nothing is sent.
 - What accumulates (a sum, a product, an extreme) *is contributed to*: each rank reduces its own part of the others
   into a neutral tensor, and the ranks reduce these. If the first operand is replicated, the result is a Partial. If
   its dim that is indexed is sharded, the contributions are sent to its owners where that is less than to broadcast
   the others.
-
-[Note: large results] A Partial is as large as the result on every rank. If that is more than an even shard of what
-is read, the result is sharded along the longest dim that it has of the index, in the proportions of the dim that is
-indexed.
 """
 
 from __future__ import annotations
@@ -167,7 +163,11 @@ class IndexLayout:
         )
 
     def spread(self, m: int) -> None:
-        """See [Note: large results]."""
+        """Shard a large result, instead of leaving it Partial.
+
+        A Partial is as large as the result on every rank. If that is more than an even shard of what is read, the
+        result is sharded along the longest dim that it has of the index, in the proportions of the dim that is indexed.
+        """
         axis, ranks = self.axes[m], self.mesh.size(m)
         if axis.indexed is None or axis.broadcast is not None:
             return

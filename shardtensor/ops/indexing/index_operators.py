@@ -35,9 +35,9 @@ _aten = torch.ops.aten
 
 # Reading by index, above autograd: ``gather``, ``index_select``, and what indices and tables need of them.
 #
-# [Note: gradients of reads] torch's formulas add the gradient into zeros that know the shape of what was read, but not
-# its layout; they would be replicated. So where an indexed dim is sharded, the gradient is written into zeros of the
-# same layout: each rank keeps what belongs to its shard.
+# torch's formulas add the gradient into zeros that know the shape of what was read, but not its layout, so they would
+# be replicated. If an indexed dim is sharded, the gradient is therefore written into zeros of the same layout: each
+# rank keeps what belongs to its shard.
 
 
 class Read(AutogradFunction):

@@ -30,7 +30,7 @@ def labelled(
     counts: bool = False,
     in_blocks: bool = True,
 ) -> AtenPlan:
-    """The plan of an operator whose tensors' dims have labels, see [Note: labels].
+    """The plan of an operator whose tensors' dims have labels, see index_layout.py.
 
     Args:
         roles: the labels of each tensor, ShardTensor or plain; the first is the one that is read or written.

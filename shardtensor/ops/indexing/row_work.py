@@ -1,16 +1,16 @@
 """Reading and adding by an index along a sharded dim: rows travel, each once.
 
-[Note: by rows] Where one sharded dim is indexed, and each rank of its mesh dim has a part of the index, a rank reads
-rows of its shard and of others' for its part: the index is sharded, or it is whole on every rank, which takes the part
-that belongs to its part of the result or of what is added. It fetches the rows of others, puts them behind its shard,
-and calls the kernel once with the places of rows in both, see [Note: row halos] in communication/row_halos.py. What
-accumulates works backwards: each rank adds to its shard and to room behind it, and returns what it has there. For half
-precision the room is in float32, as contributions are.
+These operators index one sharded dim, and each rank of its mesh dim has a part of the index: either the index is
+sharded, or it is whole on every rank, which takes the part that belongs to its part of the result or of what is added.
+For its part a rank reads rows of its own shard and of others'. It fetches the rows of others, puts them behind its
+shard, and calls the kernel once with the places of rows in both, see [Note: row halos] in communication/row_halos.py.
+Operators that accumulate work backwards: each rank adds to its shard and to room behind it, and returns what it has
+there. For half precision the room is in float32, as contributions are.
 
-An entry of an index never asks for more than a row, so this sends at most what blocks would where entries are rows, as
-in ``x[index]`` and ``index_add``. Where an entry is less (``gather``, with an index for each element), it may be more;
-all ranks know how much, and then blocks travel. So they do in a graph, and in a CUDA graph where nothing is kept:
-nobody can look at an index there.
+An entry of an index never asks for more than a row. If entries are rows, as in ``x[index]`` and ``index_add``, this
+sends at most what blocks would. If an entry is less (``gather``, with an index for each element), it may send more; all
+ranks know how much, and then blocks travel (block_work.py). Blocks also travel in a graph, and in a CUDA graph where
+nothing is kept: no rank can look at an index there.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from .index_layout import Along, IndexLayout, clipped, copied, in_place_form, pu
 
 
 def rows_of(layout: IndexLayout) -> tuple[int, Path] | None:
-    """The mesh dim on which rows are exchanged, and the index that names them, or None. See [Note: by rows]."""
+    """The mesh dim on which rows are exchanged, and the index that names them, or None."""
     if layout.writes and layout.accumulates is None:
         return None
     moving = [m for m, a in enumerate(layout.axes) if a.indexed is not None or a.broadcast is not None or a.contributes]

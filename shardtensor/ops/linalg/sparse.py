@@ -2,12 +2,13 @@
 
 The matrix is plain, and the same on every rank. No plans are kept of these: a plan knows operands by their strides.
 
-[Note: rows of matrices] Where rows of the other operand are sharded, the dim that is summed over, a rank computes the
-rows of the result that are as its rows of the operand, or an even part where the matrix is not square. It needs the
-rows that its part of the matrix reads: a halo, as that of an index ([Note: row halos] in row_halos.py). Each rank
-finds it by itself, after ranks have compared their indices, and keeps it with the matrix, as it does where its
-entries are; values are taken anew in each call. What the backward pass multiplies by the transposed part goes back to
-the owners. Where a matrix reads more rows than resharding the operand would move, it is resharded, as for any matrix.
+[Note: rows of matrices] If rows of the other operand are sharded, the dim that is summed over, a rank computes the rows
+of the result that correspond to its rows of the operand, or an even part if the matrix is not square. It needs the rows
+that its part of the matrix reads: a halo, as that of an index ([Note: row halos] in row_halos.py). Each rank finds the
+halo by itself, after the ranks have compared their indices. It keeps with the matrix the halo, and where the entries of
+its part are; values are taken anew in each call. What the backward pass multiplies by the transposed part goes back to
+the owners. If a matrix reads more rows than resharding the operand would move, the operand is resharded, as for any
+matrix.
 
 Where other dims are sharded, and in graphs, the layout is worked out as for a dense matrix (common/named_dims.py); a
 rank takes of the matrix what belongs to its shard.
@@ -181,7 +182,7 @@ for _func in (
 def _by_rows(
     name: str, matrix: Tensor, x: ShardTensor, dtype: torch.dtype, other: ShardTensorSpec | None, reduce: str
 ) -> Tensor | None:
-    """The product in shards of rows, see [Note: rows of matrices]; None where that is not to be had, or sends more.
+    """The product in shards of rows, see [Note: rows of matrices]; None if it cannot be had, or would send more.
 
     Args:
         dtype: of the result.

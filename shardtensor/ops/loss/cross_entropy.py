@@ -1,13 +1,9 @@
 """Losses over classes: cross entropy, negative log likelihood, multi-class and multi-label margins.
 
-[Note: sharded classes] A target names one class, and the rank that holds its logit is the only one that contributes:
-on the others the target counts as ignored. So the terms (one number per row) are a Partial over the mesh dim that
-shards the classes, and go into the loss's Partial scalar without being reduced on their own. What cross entropy sends
-is what a log-softmax over a sharded dim sends: two all-reduces of one number per row.
-
-[Note: row-major logarithms] The gradient's kernel refuses logarithms with their channels last. Whether a shard has them
-so may differ from rank to rank, as dims of length 1 do not tell; a rank that raises would leave the others waiting. So
-the kernels get row-major ones.
+If classes are sharded, only the rank that holds the logit of a target's class contributes. On the other ranks the
+target counts as ignored. So the terms (one number per row) are a Partial over the mesh dim that shards the classes, and
+go into the loss's Partial scalar without being reduced on their own. Cross entropy sends what a log-softmax over a
+sharded dim sends: two all-reduces of one number per row.
 """
 
 from __future__ import annotations
@@ -148,7 +144,9 @@ def _loss_of_rows(
     groups, shape, ignore_index = _groups(rows), rows.local_shape(), options["ignore_index"]
 
     def compute(logits: Tensor, target: Tensor, weight: Tensor | None) -> Tensor:
-        logits = logits.contiguous()  # see [Note: row-major logarithms]
+        # Row-major, because the gradient's kernel refuses channels-last logarithms. Ranks may differ in whether their
+        # shards have these, as dims of length 1 do not tell, and a rank that raises would leave the others waiting.
+        logits = logits.contiguous()
         pending = _start_total_weight(target, weight, ignore_index, groups) if reduction == "mean" else None
         at_once = reduction != "none" and wide_dtype(logits.dtype) == logits.dtype
         if not logits.numel():
@@ -198,7 +196,7 @@ def _plan_of_logs(
         w, ignored = own_weights(weight), target == ignore_index
         t = _own_targets(target, ignored, here, number)
         if logs.numel():
-            rows_of_logs = logs.contiguous()  # see [Note: row-major logarithms]
+            rows_of_logs = logs.contiguous()  # row-major on all ranks, as in _loss_of_rows
             found = F.nll_loss(rows_of_logs, t, w, ignore_index=_ELSEWHERE, reduction="none")
         else:
             found = _no_terms(F.nll_loss, logs, own_shape)

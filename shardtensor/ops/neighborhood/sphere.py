@@ -5,8 +5,8 @@ sparse matrix, ``col_idx`` and ``row_off``, of one output longitude: the others'
 and a rank that owns some output latitudes needs the input latitudes that these reach: they are fetched, and the
 package's own operator runs on them, with its part of the matrix.
 
-[Note: reach] The latitudes that each rank needs are read from the matrix, which every rank has, so nothing is sent to
-find out. What was read is kept with it.
+The latitudes that each rank needs are read from the matrix, which every rank has, so nothing is sent to find them. They
+are kept with the matrix.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Neighborhood attention of plain tensors in tiles: for every device and floating-point dtype, with gradients.
 
-[Note: tiles] The queries of a dilation group that lie side by side see nearly the same keys. So they are taken in tiles
-of a few per dim; the keys that any query of a tile sees are copied side by side, and torch's attention works on the
-tile, with a mask that leaves each query its own window. Almost all tiles look alike, and those at the ends fall into
-few kinds; each kind is one call with one mask.
+The queries of a dilation group that lie side by side see nearly the same keys. So they are taken in tiles of a few per
+dim. The keys that any query of a tile sees are copied side by side, and torch's attention works on the tile, with a
+mask that leaves each query its own window. Almost all tiles look alike, and those at the ends fall into few kinds. Each
+kind is one call with one mask.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from ..common.alignment import wide_dtype
 
 # Who attends to whom in neighborhood attention, along one dim: integers only.
 #
-# [Note: windows] natten's rule. A dilation splits the dim into *groups* of every ``dilation``-th index, which do not
-# see each other; within its group an index has a *position*. ``stride`` consecutive positions share the window of
-# their leader. A window has ``kernel`` positions; at an end of the dim it is shifted inwards, not shortened. A causal
-# window ends at the query itself, and is cut off at the beginning of the dim. Windows of several dims make a box.
+# The rule is natten's. A dilation splits the dim into *groups* of every ``dilation``-th index, which do not see each
+# other. Within its group an index has a *position*. ``stride`` consecutive positions share the window of their leader.
+# A window has ``kernel`` positions; at an end of the dim it is shifted inwards, not shortened. A causal window ends at
+# the query itself, and is cut off at the beginning of the dim. Windows of several dims make a box.
 #
 # ::
 #

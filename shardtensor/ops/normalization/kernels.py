@@ -355,12 +355,12 @@ _NEXT_TO_ZERO = 1.7e-20
 class Synchronized(Kernels):
     """CUDA's kernels of batch norm over processes.
 
-    [Note: kernels of devices] CUDA has kernels for batch norm over processes, which torch's ``nn.SyncBatchNorm`` calls:
-    statistics of a shard, merged over ranks, and the gradient, each in one. With them the host launches half as many.
-    What ranks send are means and reciprocal standard deviations then, so all of them take this way, or none does: what
-    it depends on follows from the spec. ``F.group_norm`` on a device copies a tensor that has its channels last; so do
-    we. They know weights of whole sets only, so a group's gradient is weighted before, if it is small, or its sums are
-    divided by the weights.
+    [Note: kernels of devices] torch's ``nn.SyncBatchNorm`` calls these kernels: one for the statistics of a shard, one
+    that merges them over ranks, and one for the gradient. With them the host launches half as many. The ranks then send
+    means and reciprocal standard deviations, so all of them take this way, or none does; the spec decides.
+    ``F.group_norm`` on a device copies a tensor that has its channels last, and so does this package. The kernels know
+    weights of whole sets only. So a group's gradient is weighted before, if it is small, or its sums are divided by the
+    weights.
     """
 
     takes_half = True

@@ -1,11 +1,11 @@
 """Mean and variance over sharded dims.
 
-[Note: statistics] Each rank takes mean and variance of its own shard, in two passes or by Welford's method (see
-``kernels.py``). The ranks' pairs are gathered and merged, weighted with the share of elements that the spec says each
-rank has. A large mean so costs no more precision than on one device, unequal and empty shards are exact, and every
-rank merges the same numbers in the same order, so running statistics stay equal. That is one small all-gather in
-forward per mesh dim that shards a normalized dim (two small all-reduces on a large one), and one small all-reduce in
-backward. Not centered (RMS norm), the mean square is the only moment.
+Each rank takes mean and variance of its own shard, in two passes or by Welford's method (see ``kernels.py``). The
+ranks' pairs are gathered and merged, weighted with the share of elements that the spec says each rank has. So a large
+mean costs no more precision than on one device, and unequal and empty shards are exact. Every rank merges the same
+numbers in the same order, so running statistics stay equal. That takes one small all-gather in forward per mesh dim
+that shards a normalized dim (two small all-reduces on a large mesh dim), and one small all-reduce in backward. Without
+centering (RMS norm), the mean square is the only moment.
 
 Source: T. F. Chan, G. H. Golub, R. J. LeVeque, "Updating formulae and a pairwise algorithm for computing sample
 variances" (1979).

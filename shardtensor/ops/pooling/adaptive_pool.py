@@ -1,8 +1,8 @@
 """Adaptive max and average pooling, in one to three dims.
 
-[Note: output size 1] Pooling a sharded dim to one value would leave it with one rank. Instead an average is a mean:
-Partial over that mesh dim, reduced when it is needed. A maximum is taken over the ranks at once and is
-replicated. Other output sizes are sharded, on ranks without outputs with empty shards.
+Pooling a sharded dim to one value would leave the value with one rank. Instead an average is a mean: Partial over that
+mesh dim, reduced when it is needed. A maximum is taken over the ranks at once and is replicated. Other output sizes are
+sharded, and ranks without outputs have empty shards.
 """
 
 from __future__ import annotations
@@ -180,7 +180,7 @@ def _declare_adaptive(n: int) -> None:
 
     @operator(average, getattr(torch if n == 1 else _nn, name), getattr(_aten, name), tensors="input", partial="input")
     def plan_adaptive_avg_pool(call: Arguments, input: ShardTensorSpec, output_size: Numbers) -> Plan:
-        """See [Note: output size 1]."""
+        """The mean of a sharded dim that is pooled to one value is a Partial."""
         meta = call.returned(average, input, output_size)
         spec = call.redistribute("input", keeping_sums(input))
         to_one = [d for d in range(len(spec.shape) - n, len(spec.shape)) if meta.shape[d] == 1]
@@ -196,7 +196,7 @@ def _declare_adaptive_max(n: int, returns_indices: bool, *spellings: Callable[..
     def plan_adaptive_max_pool(
         call: Arguments, input: ShardTensorSpec, output_size: Numbers, return_indices: bool = False
     ) -> Plan:
-        """See [Note: output size 1]."""
+        """The ranks take the maximum together of a sharded dim that is pooled to one value."""
         meta = call.returned(best, input, output_size)[0]
         inside = _adaptive_pool(call, n, meta, best, indices=True)
         to_one = [d for d in input.sharded_dims() if d >= len(input.shape) - n and meta.shape[d] == 1]

@@ -1,9 +1,8 @@
 """Max and average pooling with fixed windows, in one to three dims.
 
-[Note: padding] The kernel pads, not we. A rank whose windows reach over a global end gives its kernel the operator's
-padding, one whose windows do not gives it none; outputs that come out in excess at boundaries between ranks are
-dropped. So divisors at the global ends, ``-inf`` in the padding and the choice among equal maxima are torch's by
-construction.
+The kernel pads, not this module. A rank whose windows reach over a global end gives its kernel the operator's padding,
+and a rank whose windows do not gives it none. Outputs that come out in excess at boundaries between ranks are dropped.
+So divisors at the global ends, ``-inf`` in the padding and the choice among equal maxima are torch's by construction.
 """
 
 from __future__ import annotations

@@ -332,8 +332,8 @@ def plan_logsumexp(call: AtenCall) -> AtenPlan:
 
 # Extremes along a dim, and positions: ``max``, ``min``, ``aminmax``, ``argmax``, ``argmin``. Others are reductions.
 #
-# [Note: positions] Indices are global. Among equal values the first one wins, as it does on one device: the ranks
-# agree on the extreme by one all-reduce, and on the smallest index that holds it by another.
+# Indices are global. Among equal values the first one wins, as it does on one device: the ranks agree on the extreme by
+# one all-reduce, and on the smallest index that holds it by another.
 
 _NOWHERE = torch.iinfo(torch.int64).max
 

@@ -1,8 +1,8 @@
 """Diagonals and what has them: diagonal, diag_embed, diag and their gradients.
 
-[Note: diagonals] An entry of a diagonal belongs to the rank that owns its row (or its column, if the columns are
-sharded): the diagonal of a shard is the shard of the diagonal, and nothing is sent. Where rows and columns are both
-sharded, the diagonal is sharded as the rows are, and is a sum over the mesh dim of the columns.
+An entry of a diagonal belongs to the rank that owns its row (or its column, if the columns are sharded). So the
+diagonal of a shard is the shard of the diagonal, and nothing is sent. If rows and columns are both sharded, the
+diagonal is sharded as the rows are, and is a sum over the mesh dim of the columns.
 """
 
 from __future__ import annotations

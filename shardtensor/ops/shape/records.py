@@ -1,8 +1,9 @@
 """What operators have done to layouts, from which later ones choose theirs.
 
-[Note: records agree] All ranks must find the same, though they make their plans anew at different times. The ranks of a
-mesh make the same calls, so what is new is new to all of them. Nothing is dropped: a full record takes nothing more.
-The first of several candidates stays the one, and what was found once, or not found, is found so again.
+All ranks must find the same in these records, though they make their plans anew at different times. The ranks of a mesh
+make the same calls, so an entry that is new is new to all of them. Nothing is dropped: a full record takes nothing
+more. The first of several candidates is kept, and a later search gives what the first one gave, also if that was
+nothing.
 """
 
 from __future__ import annotations

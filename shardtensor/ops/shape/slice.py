@@ -1,8 +1,8 @@
 """Taking parts: slice, narrow, split, select, unbind and their gradients, along any dims.
 
-[Note: slices stay where they are] The entries of a slice stay with their owners: a boundary ``b`` of the input becomes
-the number of taken indices below ``b``. Nothing is sent, forward or backward, and the result is a view of the shard.
-The gradient gets the input's layout, see [Note: layouts of gradients] in slice.py.
+The entries of a slice stay with their owners: a boundary ``b`` of the input becomes the number of taken indices below
+``b``. Nothing is sent, forward or backward, and the result is a view of the shard. The gradient gets the input's
+layout, if that is known.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from .view import carry, dim_of, moved_off, wrap_dim
 
 # Where slices were taken from, so that their gradients get the layout of the tensors that they are gradients of.
 #
-# [Note: layouts of gradients] The operator that computes a slice's gradient knows the input's shape, but not its shard
-# sizes; and many shard sizes of the input give the same sizes of the slice. So a slice leaves a record of the layout
-# of its input. That is a hint: when the gradient arrives in another layout than the slice had, or when two inputs have
-# slices of one layout, the gradient gets *a* layout, and whoever needs a particular one redistributes.
+# The operator that computes a slice's gradient knows the input's shape, but not its shard sizes; and many shard sizes
+# of the input give the same sizes of the slice. So a slice leaves a record of the layout of its input. The record is a
+# hint. If the gradient arrives in another layout than the slice had, or if two inputs have slices of one layout, the
+# gradient gets *a* layout, and code that needs a particular one redistributes.
 
 
 def _keys(how: Hashable, shape: Sequence[int], part: ShardTensorSpec) -> tuple[Key, Key]:
@@ -257,7 +257,10 @@ def _select_backward(call: AtenCall) -> AtenPlan:
 
 @operator(_aten.unbind.int)
 def _unbind(call: AtenCall) -> AtenPlan:
-    """Of a sharded dim, see [Note: moved off] in view.py. Where no other dim is long enough, short Partials."""
+    """A sharded dim is exchanged for another, see [Note: moved off] in view.py.
+
+    If no other dim is long enough, each entry is a Partial.
+    """
     spec = call.specs[0]
     dim = wrap_dim(argument(call, 1, "dim", 0), len(spec.shape))
     dims = {d: d - (d > dim) for d in range(len(spec.shape)) if d != dim}

@@ -1,26 +1,13 @@
 """Operators that rearrange dims: view, permute, expand, squeeze and their gradients.
 
-A tensor dim keeps its shards where the result is a sharding again. Never is a shard reinterpreted as something that it
+A tensor dim keeps its shards where the result is a sharding again. A shard is never reinterpreted as something that it
 is not.
 
 [Note: moved off] A sharded dim that does not stay a dim of the result (the inner one of two that are flattened) is
 exchanged for another: by one all-to-all the mesh dim shards another dim, evenly, so that every rank holds as much as
-before. That is the outer one of those that are flattened, so that the flattened dim is sharded: pixels become tokens,
-and what follows works on each token by itself. Without a dim with one entry for each rank the call is refused. A dim of
-length 1, which one rank has all of, is broadcast.
-
-[Note: whole blocks] A dim that is divided, ``(N,) -> (N / k, k)``, stays sharded if every shard is a multiple of ``k``.
-Where one is not, the boundaries are first moved to the nearest multiples, by an exchange of what differs (less than
-``k`` indices at each boundary). The result is a copy then, not a view.
-
-[Note: few blocks] Neither leaves every rank its part where there are fewer blocks than ranks: a batch of 2 images is
-flattened on 4 ranks, and divided again. The flattened dim is sharded all the same, by one exchange of intervals of the
-blocks (view.py); divided, a dim inside of the blocks is, but not their innermost one, which what follows may take as
-a unit (the features of a head).
-
-[Note: thin blocks] The rows of a video are exchanged for its frames where pixels become tokens. Tokens that become
-pixels again would leave them sharded along the frames: a few for each rank, whose halos are as large as the shards. So
-what was exchanged is noted, and where ranks would have fewer than ``THIN`` blocks, the dim that was sharded is again.
+before. The other dim is the outer one of those that are flattened, so that the flattened dim is sharded: pixels become
+tokens, and what follows works on each token by itself. If no dim has an entry for each rank, the call is refused. A dim
+of length 1, which one rank has all of, is broadcast.
 """
 
 from __future__ import annotations
@@ -179,7 +166,12 @@ def whole_blocks(sizes: Sequence[int], block: int) -> tuple[int, ...]:
 
 
 def fitted(spec: ShardTensorSpec, dims: Carry) -> ShardTensorSpec:
-    """``spec`` with the sizes that :func:`carry` to ``dims`` asks for, see [Note: whole blocks]."""
+    """``spec`` with the sizes that :func:`carry` to ``dims`` asks for.
+
+    A dim that is divided, ``(N,) -> (N / k, k)``, stays sharded if every shard is a multiple of ``k``. Otherwise the
+    boundaries are first moved to the nearest multiples, by an exchange of what differs (less than ``k`` indices at each
+    boundary). The result is a copy then, not a view.
+    """
     blocks = {m: (d, _block(dims[d])) for d, m in spec.sharded_dims().items() if isinstance(dims.get(d), tuple)}
     axes = {m: AxisLayout(Shard(d), whole_blocks(spec.sizes_along(m), n)) for m, (d, n) in blocks.items()}
     return spec.with_axes(axes)
@@ -294,7 +286,12 @@ def _view(call: AtenCall) -> AtenPlan:
 
 
 def _by_blocks(call: AtenCall, spec: ShardTensorSpec, m: int, dims: Carried) -> AtenPlan | None:
-    """The plan of a reshape that moves what mesh dim ``m`` shards between few blocks, see [Note: few blocks].
+    """The plan of a reshape that moves what mesh dim ``m`` shards between few blocks.
+
+    Moved boundaries and another dim leave some ranks without a part if there are fewer blocks than ranks: a batch of 2
+    images is flattened on 4 ranks, and divided again. The flattened dim is sharded all the same, by one exchange of
+    intervals of the blocks. If it is divided, a dim inside of the blocks is sharded, but not their innermost one, which
+    what follows may take as a unit (the features of a head).
 
     None where there are blocks enough, or where another mesh dim shards one of the dims in question.
     """
@@ -351,7 +348,12 @@ def _flattened(m: int, lengths: Sequence[int]) -> Key:
 
 
 def _note_flattened(spec: ShardTensorSpec, dims: Carried) -> None:
-    """Note which dims are exchanged for the outer ones of those they are flattened with, see [Note: thin blocks]."""
+    """Note which dims are exchanged for the outer ones of those they are flattened with.
+
+    The rows of a video are exchanged for its frames where pixels become tokens. Tokens that become pixels again would
+    leave them sharded along the frames: a few frames for each rank, whose halos are as large as the shards. So what was
+    exchanged is noted, and if ranks would have fewer than ``THIN`` blocks, the dim that was sharded is sharded again.
+    """
     for d, m in spec.sharded_dims().items():
         lead = None if d in dims else _outer(d, dims)
         if lead is not None:

@@ -1,11 +1,11 @@
 """Order along a dim: ``sort``, ``argsort``, ``msort``, ``topk``, ``kthvalue``, ``median``, ``nanmedian``, ``mode``.
 
-[Note: whole rows] Sorting needs a complete row (a line of elements along the dim). Where the dim is sharded, the mesh
-dim shards the longest free dim instead, by one all-to-all in which every rank keeps as much as it had: the rows are
-spread over the ranks. sort puts its results back into the input's layout (one all-to-all each); the others, whose
-results have another length along the dim, leave them spread. Without a free dim that is long enough one rank would get
-everything; there the rows stay sharded, and what common/distributed_sort.py can do with them is done: elements are
-found by counting, sorted rows are exchanged, and a few largest ones gathered.
+[Note: whole rows] Sorting needs a complete row (a line of elements along the dim). If the dim is sharded, the mesh dim
+shards the longest free dim instead, by one all-to-all in which every rank keeps as much as it had: the rows are spread
+over the ranks. sort puts its results back into the input's layout (one all-to-all each). The results of the other
+operators, which have another length along the dim, stay spread. Without a free dim that is long enough one rank would
+get everything. There the rows stay sharded, and operators do what common/distributed_sort.py can: elements are found by
+counting, sorted rows are exchanged, and a few largest elements are gathered.
 """
 
 from __future__ import annotations
@@ -331,7 +331,7 @@ _declare_along(torch.mode, Tensor.mode, _aten.mode.default, -1)
 # Order statistics: ``median`` and ``nanmedian`` of all elements, ``quantile``, ``nanquantile``.
 #
 # Nothing is sorted across ranks and no element moves: the elements at the places in question are found by counting,
-# see [Note: counting] in common/distributed_sort.py.
+# see common/distributed_sort.py.
 
 # -- the median of all elements ---------------------------------------------------------------------------------------
 

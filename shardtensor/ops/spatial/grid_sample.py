@@ -4,9 +4,9 @@ Every output may read any pixel of its channel. Where batch or channels can be s
 shard of them: an image that is sharded in space is exchanged to these, the parts of a sharded grid go around a ring,
 see [Note: ring] in ring.py, and the result is exchanged to the grid's layout. So nothing is gathered.
 
-[Note: pixels] With fewer channels than ranks (images, masks, flows) each rank samples where its part of the grid says.
-The ranks tell each other which rows and columns they read there, and exchange those: few beyond their own where the
-grid moves pixels little. Weights and places are those of torch's kernels, but for their rounding.
+With fewer channels than ranks (images, masks, flows) each rank samples where its part of the grid says. The ranks tell
+each other which rows and columns they read there, and exchange those. If the grid moves pixels little, few are beyond
+their own. Weights and places are those of torch's kernels, but for their rounding.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ def _divided(call: Arguments, input: ShardTensorSpec, grid: ShardTensorSpec) -> 
 
 
 class _Pixels:
-    """What ``grid_sample`` gives for this rank's part of the grid, see [Note: pixels]. Differentiable.
+    """What ``grid_sample`` gives for this rank's part of the grid, from the pixels that it reads. Differentiable.
 
     Args:
         image: of the image whose shard it is called with.

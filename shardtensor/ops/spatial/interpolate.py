@@ -1,6 +1,6 @@
 """``interpolate`` in all its modes, exactly as torch counts: every weight comes from torch itself.
 
-[Note: owners] An output belongs to the rank that holds its centre, so doubling a dim doubles every shard.
+The rank that holds the centre of an output computes it, so doubling a dim doubles every shard.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ from ..common.stencil import (
 
 # What an output of ``interpolate`` reads, and with what weights: asked of torch.
 #
-# [Note: taps] Resampling treats each dim by itself and is linear: an output is a weighted sum of a few consecutive
-# inputs, its *taps*. Which, and with what weights, depends on the global sizes, the scale, the mode and the rounding
-# in the tensor's dtype. Rather than repeating torch's formulas we ask torch: it resamples one dim that holds ``K``
-# combs, of which comb ``k`` is 1 at the places ``k, k + K, k + 2K, ...`` and 0 elsewhere. The taps of an output lie
-# within ``K`` places, one on each comb at most: what comes out are the weights, and which comb it came from tells the
-# tap.
+# Resampling treats each dim by itself and is linear: an output is a weighted sum of a few consecutive inputs, its
+# *taps*. Which inputs these are, and their weights, depends on the global sizes, the scale, the mode and the rounding
+# in the tensor's dtype. This module does not repeat torch's formulas, but asks torch. torch resamples one dim that
+# holds ``K`` combs, of which comb ``k`` is 1 at the places ``k, k + K, k + 2K, ...`` and 0 elsewhere. The taps of an
+# output lie within ``K`` places, at most one on each comb. So what comes out are the weights, and the comb that a
+# weight came from tells its tap.
 
 # Half the spread of the taps of each mode, in units of the larger of 1 and the step between outputs.
 _REACH = {"nearest": 1, "nearest-exact": 1, "linear": 1, "bilinear": 1, "trilinear": 1, "bicubic": 2, "lanczos": 3}
@@ -165,7 +165,7 @@ class Resize:
 
 @lru_cache(maxsize=256)
 def _taps(resize: Resize) -> Taps:
-    """See [Note: taps]."""
+    """The taps of every output along one dim, and their weights: what torch makes of combs."""
     step, size = resize.step, resize.size
     # Only antialiasing widens the taps with the step. 2 more: rounding may move a tap by one either way.
     reach = _REACH[resize.mode] * (max(step, 1.0) if resize.antialias else 1.0)

@@ -3,11 +3,6 @@
 The rank at a global end holds the padding of that end: a boundary ``b`` moves to ``b + left`` (within the new length),
 but 0 stays 0 and the other end stays the end. Ranks with empty shards at an end get none of it. What is padded is read
 from whoever holds it: for circular padding the ranks at the other end, for reflection perhaps a neighbour.
-
-[Note: causal padding] Where there is more before than after, a convolution follows that sees the past, and gives an
-output to the rank that has the input under its middle tap. With the padding all on the first rank, each such
-convolution would move the boundary by half of it, and after some layers the first rank would have everything. So the
-boundary moves by half of all padding, which that convolution takes back; the rows between are exchanged.
 """
 
 from __future__ import annotations
@@ -34,10 +29,15 @@ from ..common.stencil import keeping_sums, per_dim, resized, result_dtype
 def pad_sizes(sizes: Sequence[int], left: int, right: int) -> tuple[int, ...]:
     """Shard sizes after padding (cropping, where negative) the two global ends.
 
+    If there is more padding before than after, a convolution follows that sees the past, and gives an output to the
+    rank that has the input under its middle tap. With the padding all on the first rank, each such convolution would
+    move the boundary by half of the padding, and after some layers the first rank would have everything. So the
+    boundary moves by half of all padding, which that convolution takes back. The rows between are exchanged.
+
     Example:
         >>> pad_sizes((5, 0, 3), 1, 2), pad_sizes((0, 5, 3), 1, 2), pad_sizes((2, 5, 3), -3, 0)
         ((6, 0, 5), (0, 6, 5), (0, 4, 3))
-        >>> pad_sizes((5, 3), 2, 0)  # see [Note: causal padding]
+        >>> pad_sizes((5, 3), 2, 0)  # for a causal convolution
         (6, 4)
     """
     n = sum(sizes)

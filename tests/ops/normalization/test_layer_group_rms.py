@@ -182,7 +182,7 @@ def errors_at_mean(dtype, mean, spread, width=8):
 
 @pytest.mark.parametrize("mean", [0.0, 0.9, 1.1, -3.0, 30.0])
 def test_the_way_that_statistics_are_computed_costs_no_precision(mean):
-    """It depends on the mean, see [Note: statistics]."""
+    """It depends on the mean, see statistics.py."""
     for errors in run_distributed(errors_at_mean, 3, torch.float32, mean, 1.0, 64):
         for name, (ours, torchs) in errors.items():
             assert ours <= max(1.5 * torchs, 1e-6 * (1 + abs(mean))), f"{name}: {ours} against torch's {torchs}"
