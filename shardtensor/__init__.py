@@ -5,7 +5,7 @@
 
 from .observe.command_line import answer_help
 
-answer_help()  # before torch is imported, see [Note: help]
+answer_help()  # before torch is imported, which takes seconds
 
 from . import debug, extend, neighbors, ops  # noqa: F401
 from .communication.exchange import set_transport

@@ -2,10 +2,9 @@
 
 >>> from shardtensor.checkpoint import CheckpointReader, CheckpointWriter, latest
 
-[Note: whole or not there] All ranks write into ``NAME.incomplete`` next to the checkpoint's folder ``NAME``. When all
-have written, the coordinator adds the metadata and the manifest, and renames the folder. Everything is on the disk
-before the folder is renamed. So a process, or the machine, may fail at any time: there is a folder ``NAME`` with all
-files, or none.
+All ranks write into ``NAME.incomplete`` next to the checkpoint's folder ``NAME``. When all have written, the
+coordinator adds the metadata and the manifest, and renames the folder. Everything is on the disk before the folder is
+renamed. So a process, or the machine, may fail at any time: there is a folder ``NAME`` with all files, or none.
 """
 
 from __future__ import annotations

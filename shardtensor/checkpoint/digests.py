@@ -1,7 +1,7 @@
 """Files with digests: taken of each block while it is written, and compared when it is read.
 
-[Note: blocks] Each block of 4 MiB has a digest of its own. So a rank that reads part of a file, because it resumes with
-other shards, checks that part only; and it uses the very bytes that it has checked, in one pass.
+Each block of 4 MiB has a digest of its own. So a rank that reads part of a file, because it resumes with other shards,
+checks that part only. It uses the very bytes that it has checked, in one pass.
 
 The digests of all files of a folder are in one more file, the manifest, whose first line is its own digest.
 """

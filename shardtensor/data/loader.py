@@ -1,7 +1,7 @@
 """``ShardLoader``: one rank reads a batch, every rank gets its shards; the next batch is sent while this one is used.
 
-[Note: one batch ahead] When a batch is returned, the source has read the next one, and a thread on every rank transfers
-it. So that no rank holds more than necessary:
+When a batch is returned, the source has read the next one, and a thread on every rank transfers it. So that no rank
+holds more than necessary:
 
 - The source packs and sends one small block after the other, and releases the batch before it reads another.
 - A receiver allocates its next shard when the one before the last has been freed. Python's ``for`` keeps the last batch

@@ -3,10 +3,6 @@
 A batch is sent as its structure, with a :class:`MeshlessSpec` for each tensor; besides these it may hold None, bool,
 int, float, str and bytes. Strings, numbers and None are written as they are, all else as a list that starts with a
 letter for its type.
-
-[Note: types of a batch] Lists, tuples and dicts are built from the message alone. A named tuple, or a class that has
-been registered with ``torch.utils._pytree``, goes by its name, which each rank looks up among the classes of these two
-kinds that its own program has imported. So a message can neither import a module nor call anything else.
 """
 
 from __future__ import annotations
@@ -157,7 +153,12 @@ def check_known(lacked: Mapping[int, str]) -> None:
 
 
 def _class(name: str) -> type | None:
-    """The class of this name, see [Note: types of a batch]."""
+    """The class of this name, among those that this rank's program has imported.
+
+    Lists, tuples and dicts are built from the message alone. A named tuple, or a class that has been registered with
+    ``torch.utils._pytree``, goes by its name, and is looked up among the imported classes of these two kinds. So a
+    message can neither import a module nor call anything else.
+    """
     for kind in SUPPORTED_NODES:
         if _name(kind) == name:
             return kind

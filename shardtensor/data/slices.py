@@ -3,9 +3,6 @@
 An array is anything with ``shape`` and indexing by integers and slices: ``zarr.Array``, ``h5py.Dataset``,
 ``netCDF4.Variable``, ``xarray.DataArray``, nibabel's ``ArrayProxy``, ``numpy.memmap``, ``numpy.ndarray``. A rank reads
 only its own part, and nothing if its shard is empty.
-
-[Note: packed] Stored values need not be those that are read: netCDF4 and nibabel unpack integers to floating point,
-while their ``dtype`` is the stored one. So every rank takes the dtype of an empty slice, which reads no chunk.
 """
 
 from __future__ import annotations
@@ -431,7 +428,11 @@ def _chunks(array: Array, chosen: Chosen, lengths: Sequence[int] | None = None) 
 
 
 def _dtype(array: Array) -> torch.dtype:
-    """The dtype in which an array is read, see [Note: packed]."""
+    """The dtype in which an array is read: that of an empty slice, which reads no chunk.
+
+    It may differ from the array's ``dtype``, which is that of the stored values: netCDF4 and nibabel unpack integers to
+    floating point.
+    """
     return _tensor(array[(slice(0, 0),) * len(array.shape)]).dtype
 
 

@@ -1,10 +1,10 @@
 """Points in runs of neighbours, boxes around them, and distances that are the same numbers wherever they are computed.
 
 [Note: exact distances] Which point is nearer is decided by squared distances in float64, summed coordinate by
-coordinate in their order, each step rounded by itself. So a pair has one squared distance, on every rank, device and
-by every method, and equal ones are ties. Rounding is monotone: the number computed in the same way for the gap between
-two boxes is no greater than that of any pair of points in them, and that for their farthest corners no less. What
-boxes rule out is ruled out exactly, ties included.
+coordinate in their order, each step rounded by itself. So a pair has one squared distance, on every rank, device and by
+every method, and equal ones are ties. Rounding is monotone. So the number that is computed in the same way for the gap
+between two boxes is no greater than that of any pair of points in them, and the number for their farthest corners is no
+less. What boxes rule out is ruled out exactly, ties included.
 """
 
 from __future__ import annotations

@@ -4,12 +4,6 @@ They are those of its libraries, ``torch.ops.pyg`` of pyg_lib and ``torch.ops.to
 ``radius_graph``, ``knn_interpolate`` and ``DynamicEdgeConv`` lead, and get their forms on shards when the library is
 imported. Points come in clouds, one after the other, each of which sees itself only; ``ptr`` says where each begins,
 and the last one ends.
-
-[Note: clouds] Clouds get a further coordinate, by which they are farther apart than any points are. Within a cloud it
-adds a zero to squared distances, which changes none ([Note: exact distances] in bisection.py).
-
-[Note: farthest points] In farthest point sampling each step depends on the one before, in all clouds alike. Every rank
-proposes the farthest of its points for each cloud, in one all-gather, from which all see which it is and where it lies.
 """
 
 from __future__ import annotations
@@ -43,7 +37,11 @@ _APART = 1e100  # its square is a number, too
 
 
 def _in_clouds(x: Tensor, ptr: Tensor | None) -> Tensor:
-    """Points ``(n, d)`` in float64, with their clouds' coordinate, see [Note: clouds]."""
+    """Points ``(n, d)`` in float64, with a further coordinate for their clouds.
+
+    By this coordinate clouds are farther apart than any points are. Within a cloud it adds a zero to squared distances,
+    which changes none ([Note: exact distances] in bisection.py).
+    """
     x = x.detach().double()
     if ptr is None:
         return x
@@ -146,7 +144,10 @@ def _fps(src: Tensor, ptr: Tensor, ratio: float | Tensor = 0.5, random_start: bo
 def _farthest(
     points: Tensor, first: int, begins: Tensor, start: Tensor, steps: int, group: dist.ProcessGroup | None
 ) -> Tensor:
-    """See [Note: farthest points]: numbers ``(steps, clouds)``. Collective over the group, if there is one.
+    """The numbers of the farthest points, ``(steps, clouds)``. Collective over the group, if there is one.
+
+    Each step depends on the one before, in all clouds alike. Every rank proposes the farthest of its points for each
+    cloud, in one all-gather, from which all ranks see which point it is and where it lies.
 
     Args:
         points: this rank's, float64, from number ``first``.

@@ -1,10 +1,10 @@
 """Graphs on one process: who is next to whom, how far apart nodes are, and where to divide them.
 
-[Note: directions] A graph without positions gets coordinates: each node's distances, in edges, from a few nodes that
-lie far apart. On a grid the distances from two corners add up to the one coordinate, and differ by the other; on other
-meshes they are nearly straight, too. So all columns, sums and differences are tried, and the order is taken that cuts
-the fewest edges; then columns are added to it as long as that cuts fewer. At last nodes on the two sides change places,
-those first that gain most by it. It is all counted in whole numbers, so that all machines come to the same partition.
+A graph without positions gets coordinates: each node's distances, in edges, from a few nodes that lie far apart. On a
+grid the distances from two corners add up to the one coordinate, and their difference is the other. On other meshes
+these are nearly straight, too. So all columns, sums and differences are tried, and the order is taken that cuts the
+fewest edges. Then columns are added to it as long as that cuts fewer. At last nodes on the two sides change places,
+those first that gain most by it. Everything is counted in whole numbers, so all machines come to the same partition.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def distances_from(start: int, starts: Tensor, neighbors: Tensor) -> Tensor:
 
 
 def graph_coordinates(starts: Tensor, neighbors: Tensor) -> Tensor:
-    """Coordinates of the nodes, see [Note: directions]: ``(n, columns)``, int64."""
+    """Coordinates of the nodes, their distances from a few of them: ``(n, columns)``, int64."""
     columns: list[Tensor] = []
     nearest = distances_from(0, starts, neighbors)
     while len(columns) < _PIVOTS:
@@ -89,7 +89,7 @@ class _Division(NamedTuple):
 
 
 def smallest_cut(edge_index: Tensor, n: int) -> Order:
-    """For :func:`bisected`: the division that cuts few edges, see [Note: directions]."""
+    """For :func:`bisected`: the division that cuts few edges."""
     place = torch.empty(n, dtype=torch.int64, device=edge_index.device)
 
     def order(members: Tensor, columns: Tensor, first: int) -> Tensor:

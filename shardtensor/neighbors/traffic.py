@@ -1,10 +1,10 @@
 """Which points travel to which ranks, so that every query sees all that matter to it.
 
-[Note: boxes] Each rank divides its queries and its points into runs of neighbours and puts a box around each. The
-boxes, and how far the queries of each look, are what all ranks gather. From that all of them know more: a query looks
-no farther than the farthest corners of boxes that hold k points. Then the owners of points send those that are near
-enough to a box of queries, and tell all ranks before how many. No rank gets all points at once: where many matter to
-many, as with points in random order, they travel in rounds, in which no rank gets more than the largest shard has.
+[Note: boxes] Each rank divides its queries and its points into runs of neighbours and puts a box around each. All ranks
+gather the boxes, and how far the queries of each box look. From that all of them know more: a query looks no farther
+than the farthest corners of boxes that hold k points. Then the owners of points send those that are near enough to a
+box of queries, and tell all ranks before how many. No rank gets all points at once. If many points matter to many
+ranks, as with points in random order, they travel in rounds, in which no rank gets more than the largest shard has.
 """
 
 from __future__ import annotations

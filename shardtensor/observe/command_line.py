@@ -115,9 +115,9 @@ def _dtype(text: str) -> torch.dtype:
 def answer_help() -> None:
     """Print the help that the program's arguments ask for, and end the program, if it is ``python -m shardtensor``.
 
-    [Note: help] The package imports torch, which takes seconds, and Python imports the package before its
-    ``__main__``. So the package asks for this first. The program's name is read from what Python was started with, as
-    during that import ``sys.argv[0]`` is "-m".
+    Python imports the package before its ``__main__``, and the package imports torch, which takes seconds. So the
+    package calls this function first. The program's name is read from what Python was started with, because
+    ``sys.argv[0]`` is "-m" during that import.
     """
     started_as = sys.orig_argv[len(sys.orig_argv) - len(sys.argv) :][:1]
     ours = [Path(name).name for name in started_as] == ["shardtensor"] and sys.argv[0] in ("-m", *started_as)

@@ -1,9 +1,8 @@
 """``timeline``: what each rank did when, as a Chrome trace with one row per rank.
 
-[Note: hooks of the timeline] Operators on ShardTensors say themselves when they begin and end (see
-``history.here``), above autograd and in backward passes. Those below autograd, and calls of collectives, are
-seen by a mode of torch's. ``waiting`` says when a rank waits. Outside of the context none of this runs: two modules
-have a variable that is None.
+Operators on ShardTensors say themselves when they begin and end (see ``history.here``), above autograd and in backward
+passes. A mode of torch's sees those below autograd, and calls of collectives. ``waiting`` says when a rank waits.
+Outside of the context none of this runs: two modules have a variable that is None.
 """
 
 from __future__ import annotations

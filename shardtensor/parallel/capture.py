@@ -1,10 +1,11 @@
 """A step as a CUDA graph, which is replayed without the host; on devices without graphs it runs as it is.
 
-[Note: captured steps] A graph repeats kernels, on the same memory. All that the host did meanwhile it leaves out: also
+[Note: captured steps] A graph repeats kernels, on the same memory. It leaves out all that the host did meanwhile: also
 what connects ranks, compares what they do, makes plans and their tables. So the first calls are ordinary steps, on real
-data, on the stream that is captured later; nothing has to be undone, and what happens once has happened. From then on
-a call copies its arguments to where the graph reads them, replays, and copies the results, which the next replay
-overwrites. The graph holds addresses only, so whatever it reads is kept alive here: arguments, gradients, plans.
+data, on the stream that is captured later. Nothing has to be undone, and what happens once has happened. From then on a
+call copies its arguments to where the graph reads them, replays, and copies the results, which the next replay
+overwrites. The graph holds addresses only, so this module keeps alive whatever the graph reads: arguments, gradients,
+plans.
 """
 
 from __future__ import annotations

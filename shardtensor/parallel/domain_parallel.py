@@ -1,15 +1,8 @@
 """``DomainParallel``: a module that takes plain tensors, runs on shards of them, and returns plain or sharded tensors.
 
-[Note: which tensors] Layouts are nested like the arguments or results that they are for. A layout applies to all
-tensors below the place where it stands, as far as they have the dims that it shards: with ``Shard(3)`` images,
-masks and the maps of a pyramid are sharded, but time steps and prompts are not. If there are tensors and none of them
-has these dims, that is an error.
-
-[Note: the faster way] Small inputs take longer on shards than on one device: what is sent, and the host, do not shrink
-with them. With ``when="auto"`` both ways are tried. Of the calls with inputs of these shapes, the second one on shards
-and the second one without are timed, results included, on the slowest rank, of which all ranks tell each other; the
-faster one is kept. The first ones make plans and fill caches. What takes long on shards is not tried without: one
-device may not hold it. And nothing is tried where gradients are recorded, whose backward pass is not seen here.
+Layouts are nested like the arguments or results that they are for. A layout applies to all tensors below the place
+where it stands, if they have the dims that it shards: with ``Shard(3)`` images, masks and the maps of a pyramid are
+sharded, but time steps and prompts are not. If there are tensors and none of them has these dims, that is an error.
 """
 
 from __future__ import annotations
@@ -250,7 +243,14 @@ class _Checks:
 
 
 class _FasterWay:
-    """Whether a call runs on shards or without, see [Note: the faster way]."""
+    """Whether a call runs on shards or without, for ``when="auto"``.
+
+    Small inputs take longer on shards than on one device: communication and the host's work do not shrink with them. So
+    both ways are tried. Of the calls with inputs of these shapes, the second one on shards and the second one without
+    are timed, results included, on the slowest rank, of which all ranks tell each other. The faster way is kept. The
+    first calls make plans and fill caches. A call that takes long on shards is not tried without: one device may not
+    hold it. Nothing is tried where gradients are recorded, because their backward pass is not seen here.
+    """
 
     _TRIED = (False, False, True, True)  # without shards?
     _SECONDS = 0.1  # on shards, beyond which nothing is tried without
@@ -417,7 +417,7 @@ def _laid_out(tensor: Tensor, mesh: DeviceMesh, layout: Layout, sizes: ShardSize
 
 
 def _placed(value: Any, layouts: Layouts, place: Place, name: str) -> Any:
-    """``value`` with its tensors laid out, see [Note: which tensors]; itself where nothing changes."""
+    """``value`` with its tensors laid out; itself if nothing changes."""
     if layouts is None:
         return value
     if isinstance(layouts, tuple):

@@ -1,8 +1,8 @@
 """A model for a mesh with a domain: equal weights, tensor parallel, FSDP2.
 
-[Note: whose gradients] Along the domain axis every rank has all weights and a part of each sample, so weight gradients
-have to be *summed*. Along the data axis every rank has samples of its own, so gradients are *averaged*, as usual. There
-are two ways to do both:
+Along the domain axis every rank has all weights and a part of each sample, so weight gradients have to be *summed*.
+Along the data axis every rank has samples of its own, so gradients are *averaged*, as usual. There are two ways to do
+both:
 
 - Weights stay plain. Their gradients are complete over the domain after the backward pass. So the wrapper of the model
   (FSDP2, FSDP1, DDP, replicate) need not know about the domain. Inputs are ShardTensors on ``mesh["domain"]``.
@@ -76,8 +76,8 @@ def parallelize(
             domain axis as well, every rank keeps ``1 / (data * domain)`` of them. With ``()`` there is no FSDP2: wrap
             the model in DDP over ``mesh[data]`` yourself.
         units: classes of modules that FSDP2 gathers one at a time. A unit's parameters have one dtype; those of other
-            dtypes get units of their own, see [Note: dtypes of units] in units.py.
-        spmd: whether weights are DTensors on all axes (torch 2.13 or newer), see [Note: whose gradients].
+            dtypes get units of their own, see units.py.
+        spmd: whether weights are DTensors on all axes (torch 2.13 or newer).
         options: for ``fully_shard``, such as ``reshard_after_forward`` and ``mp_policy``.
 
     Raises:

@@ -3,10 +3,10 @@
 ``forward`` is styled by hooks, so that it may be compiled or replaced afterwards; any other method by a function of the
 instance that calls it. That function is bound to the instance, so that a deep copy of the module gets its own.
 
-[Note: unused styles] A style for ``forward`` does nothing where the program calls another method of the module, and
-nothing would say so: numbers are right, but every rank computes all of them. So until a styled method runs for the
-first time, calls of submodules with plain tensors are noticed; from then on these have no hooks, which would take time
-and break compiled graphs. At the end of the program modules are named that never ran.
+A style for ``forward`` does nothing if the program calls another method of the module, and nothing would say so: the
+numbers are right, but every rank computes all of them. So until a styled method runs for the first time, hooks notice
+calls of submodules with plain tensors. From then on the submodules have no hooks, which would take time and break
+compiled graphs. At the end of the program the modules are named whose styled methods never ran.
 """
 
 from __future__ import annotations

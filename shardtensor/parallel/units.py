@@ -1,10 +1,10 @@
 """The units of FSDP2: which parameters are gathered, and their gradients reduced, together.
 
-[Note: dtypes of units] torch reduces the gradients of a unit in one buffer, so its trained parameters have one dtype.
-Networks have several: complex spectral weights next to real ones, norms in float32 next to layers in bfloat16. So here
-each parameter is in the innermost unit around it of its dtype. The units are the modules that the program has named and
-the model. Parameters of a dtype around which there is none of them are in further units: the outermost modules around
-them that have a forward of their own. Whether an inner one is called is not known: a program may use its parameters.
+torch reduces the gradients of a unit in one buffer, so its trained parameters have one dtype. Networks have several:
+complex spectral weights next to real ones, norms in float32 next to layers in bfloat16. So here each parameter is in
+the innermost unit around it of its dtype. The units are the model and the modules that the program has named.
+Parameters of a dtype that no unit around them has are in further units: the outermost modules around them that have a
+forward of their own. Whether an inner module is called is not known: a program may use its parameters.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def shard_by_units(
 
 
 def _units(model: nn.Module, classes: tuple[type[nn.Module], ...], ignored: Collection[nn.Parameter]) -> Units:
-    """See [Note: dtypes of units]."""
+    """The units of a model: each trained parameter is in the innermost one around it of its dtype."""
     left: dict[nn.Parameter, set[nn.Module]] = {}  # the parameters without a unit, and the modules that hold each
     for module in model.modules():
         for parameter in module.parameters(recurse=False):

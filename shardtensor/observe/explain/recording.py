@@ -1,9 +1,9 @@
 """One rank's run, recorded operator by operator.
 
-[Note: whose it is] In the forward pass a mode of torch functions sees each operator that the model calls, and hooks
-know the module that it is called in; what is computed and communicated until it returns is the operator's. In the
-backward pass nothing of this is known, but autograd's nodes are numbered in the order of their creation: the node that
-runs belongs to the operator that ran when its number was given.
+In the forward pass a mode of torch functions sees each operator that the model calls, and hooks know the module that it
+is called in. What is computed and communicated until the operator returns is the operator's. In the backward pass
+nothing of this is known, but autograd's nodes are numbered in the order of their creation: the node that runs belongs
+to the operator that ran when its number was given.
 """
 
 from __future__ import annotations
