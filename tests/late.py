@@ -1,8 +1,8 @@
 """Communication between CPUs that is as late as that between accelerators may be.
 
-[Note: late] With gloo a message has often arrived before anybody waits for it, and what is sent is often copied at
-once. A program that reads a result too early, or reuses a buffer too early, then computes the right numbers on CPUs and
-wrong ones with NCCL. Here kernels are put in front of those of torch's c10d operators, whoever calls them: functions of
+With gloo a message has often arrived before anybody waits for it, and what is sent is often copied at once. A program
+that reads a result too early, or reuses a buffer too early, then computes the right numbers on CPUs and wrong ones with
+NCCL. Here kernels are put in front of those of torch's c10d operators, whoever calls them: functions of
 ``torch.distributed``, functional collectives, DeviceMesh, DDP, FSDP2, plans of ours; on any gloo group. An operation
 
 - fills what it is to write with NaN (integers with their greatest number), from the call until ``wait``, which brings

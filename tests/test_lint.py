@@ -142,6 +142,22 @@ def test_packages_import_from_those_above_them_in_the_table_of_contents():
     assert not found, "\n".join(sorted(set(found)))
 
 
+def test_notes_are_few_and_the_design_names_each():
+    """A note's name in brackets begins the paragraph that explains it; anywhere else it refers to that paragraph."""
+    begins = re.compile(r'(?:\n *#?\n *(?:# )?|""")\[Note: ([^\]]+)\]')
+    notes = [name for path in MODULES.values() for name in begins.findall(path.read_text())]
+    assert len(notes) == len(set(notes)) <= 60
+    pages = {*(REPOSITORY / "docs").glob("*.md"), *REPOSITORY.glob("*.md")}
+    files = {*MODULES.values(), *(REPOSITORY / "tests").rglob("*.py"), *pages} - {Path(__file__).resolve()}
+    named = {}
+    for path in files:
+        on_one_line = " ".join(path.read_text().replace("#", " ").split())
+        named[path] = set(re.findall(r"\[Note: ([^\]]+)\]", on_one_line)) - {"...", "name"}
+    unknown = {f"{path.name}: {name}" for path, names in named.items() for name in names - set(notes)}
+    assert not unknown, f"no paragraph of the package begins with these notes: {unknown}"
+    assert not set(notes) - named[REPOSITORY / "docs/design.md"], "the design has a place for each mechanism"
+
+
 @pytest.mark.parametrize("name", MODULES)
 def test_size(name):
     """Functions fit on a screen."""
