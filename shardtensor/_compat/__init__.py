@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache, partial, wraps
 from itertools import count
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, Protocol, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -136,6 +136,20 @@ def new_wide_wrapper(cls: type[Wrapper], local: torch.Tensor, spec: Any, require
 # ``tensor.view_as(tensor)`` it keeps the strides of dims of length 1, by which torch's kernels tell a channels-last
 # tensor of one sample from a contiguous one.
 alias: Callable[[torch.Tensor], torch.Tensor] = torch.ops.aten.alias.default._op
+
+
+class FunctionContext(Protocol):
+    """The ``ctx`` of an ``autograd.Function``: its node, with torch's methods, and what ``forward`` keeps on it."""
+
+    saved_tensors: tuple[Any, ...]  # None in place of a tensor that was not saved
+    needs_input_grad: tuple[bool, ...]
+
+    def save_for_backward(self, *tensors: torch.Tensor | None) -> None: ...
+    def mark_dirty(self, *tensors: torch.Tensor) -> None: ...
+    def mark_non_differentiable(self, *results: torch.Tensor) -> None: ...
+    def set_materialize_grads(self, value: bool) -> None: ...
+    def __getattr__(self, name: str) -> Any: ...
+    def __setattr__(self, name: str, value: object) -> None: ...
 
 
 class _CalledDirectly(FunctionMeta):

@@ -51,6 +51,7 @@ from .open_layouts import (
 from .planning import (
     AtenCall,
     AtenPlan,
+    PlanKey,
     as_specs,
     disowns,
     distributed_operands,
@@ -65,7 +66,7 @@ from .planning import (
     returning,
     returns_view,
 )
-from .registry import OPERATORS, RANDOM, REFUSED, REMEDY, UNKNOWN, function_of, rule_of
+from .registry import OPERATORS, RANDOM, REFUSED, REMEDY, UNKNOWN, Handler, function_of, rule_of
 from .tensor import wrap
 
 _aten = torch.ops.aten
@@ -189,7 +190,7 @@ class Executor:
             _check_written(func, args)
         if not moves and plan.moves:
             raise refuse(func, args[0], "it would have to be redistributed", "take the view later")
-        held: Any = list(local_args)
+        held = list(local_args)
         for path, source, target in plan.inputs:
             holder = kwargs if isinstance(path[0], str) else held
             for step in path[:-1]:
@@ -197,13 +198,13 @@ class Executor:
             holder[path[-1]] = redistribute_local(holder[path[-1]], source, target)
         if plan.keeps is not None:
             kwargs["keeper"] = operand(args, plan.keeps)
-        return held  # type: ignore[no-any-return]
+        return held
 
 
 def _labelled(call: Callable[..., Any], text: str) -> Callable[..., Any]:
     """``call``, which may communicate, with the text of its operator, where none is that of a caller."""
 
-    def labelled(*args: Any, **kwargs: Any) -> Any:
+    def labelled(*args: object, **kwargs: object) -> Any:
         if here.operator:
             return call(*args, **kwargs)
         here.operator = text
@@ -215,16 +216,16 @@ def _labelled(call: Callable[..., Any], text: str) -> Callable[..., Any]:
     return labelled
 
 
-def _as_it_is(executor: Executor, result: Any, *_: Any) -> Any:
+def _as_it_is(executor: Executor, result: object, *_: object) -> object:
     return result
 
 
-def _after_write(executor: Executor, result: Any, func: OpOverload, args: Sequence[Any], *_: Any) -> Any:
+def _after_write(executor: Executor, result: Any, func: OpOverload, args: Sequence[Any], *_: object) -> Any:
     _note_writes(args)
     return args[0] if executor.plan.returns_self else result
 
 
-def _new_tensors(copies: bool, executor: Executor, result: Any, *call: Any) -> Any:
+def _new_tensors(copies: bool, executor: Executor, result: Any, *call: Any) -> object:
     """New tensors. Where the plan's own call may have returned a part of an operand, that is copied."""
     plan = executor.plan
     out = _wrapped(result, plan.outputs, call[-1] if copies else ())
@@ -233,7 +234,15 @@ def _new_tensors(copies: bool, executor: Executor, result: Any, *call: Any) -> A
     return out
 
 
-def _views(noted: bool, executor: Executor, result: Any, func: OpOverload, args: Any, kwargs: Any, _: Any) -> Any:
+def _views(
+    noted: bool,
+    executor: Executor,
+    result: Any,
+    func: OpOverload,
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    _: object,
+) -> object:
     """Views. Where they are ``noted``, something has to be known of all of them, see :func:`_as_views`."""
     out = _wrapped(result, executor.plan.outputs)
     if noted or represents_view(args[0]) or is_open(args[0]):
@@ -288,7 +297,7 @@ def _note_writes(args: Sequence[Any]) -> None:
 
 
 def _planned(
-    func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any], key: Sequence[Any], tensors: Sequence[Tensor]
+    func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any], key: PlanKey, tensors: Sequence[Tensor]
 ) -> Executor | _Done:
     """The executor of a call, made and kept; or the call's result, where that came about meanwhile."""
     if is_inplace(func):
@@ -317,7 +326,7 @@ def _planned(
     return made
 
 
-def _as_views(out: Any, func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any], plan: AtenPlan) -> Any:
+def _as_views(out: object, func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any], plan: AtenPlan) -> object:
     """Views of the first tensor, with a note of what has to be known when they or the tensor are written to."""
     viewed = args[0]
     if plan.moves or plan.may_copy or represents_view(viewed):
@@ -342,7 +351,7 @@ def _back_of(func: OpOverload, args: Sequence[Any]) -> Back | None:
         return None
     _, dim, index = args
 
-    def write_entry(view: Any, viewed: Any) -> None:
+    def write_entry(view: Tensor, viewed: Tensor) -> None:
         place = run(_aten.slice.Tensor, (viewed, dim, index, index + 1 or None), {})
         run(_aten.copy_.default, (place, run(_aten.unsqueeze.default, (view, dim % viewed.ndim), {})), {})
 
@@ -395,7 +404,7 @@ def _make_plan(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) ->
         return _Done(gathered(func, args, kwargs))
 
 
-def _as_above(form: Any, func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+def _as_above(form: Handler, func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """What an operator returns by its form above autograd, or else by torch's decomposition, if by any."""
     try:
         with torch.no_grad(), above_autograd():
@@ -425,12 +434,12 @@ def _run_replicated(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any
     result = call(*whole_args, **whole_kwargs)
     returns_self = is_inplace(func)
 
-    def spec(value: Any) -> Any:
+    def spec(value: object) -> Any:
         if isinstance(value, Tensor) and value.layout in _WITHOUT_STRIDES:
             raise refuse(func, base, f"a ShardTensor cannot have the layout {value.layout}", "call it on to_local()")
         return base.replace(meta=meta_of(value)) if isinstance(value, Tensor) else None
 
-    def wrapped(value: Any) -> Any:
+    def wrapped(value: object) -> object:
         return wrap(value, spec(value)) if isinstance(value, Tensor) else value
 
     value = args[0] if returns_self and result is not None else tree_map(wrapped, result)
@@ -441,7 +450,9 @@ def _run_replicated(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any
     return _Done(value, replace(plan, call=call) if func in STRIDED else plan)
 
 
-def _in_its_memory(func: Callable[..., Any], spec: ShardTensorSpec, local: Tensor, *args: Any, **kwargs: Any) -> Any:
+def _in_its_memory(
+    func: Callable[..., Any], spec: ShardTensorSpec, local: Tensor, *args: object, **kwargs: object
+) -> Any:
     """An operator that takes elements of a whole tensor by their places in memory."""
     if local.stride() != spec.tensor_meta.stride:
         reason = f"the memory of the whole tensor has strides {local.stride()} instead of {spec.tensor_meta.stride}"

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -11,14 +9,14 @@ from .._compat import DisableTorchFunction, counting_writes, is_traced, tracing
 from ..errors import refuse
 from .copied_views import count_writes, share_writes
 from .index_findings import INDICES
-from .registry import Refusal, register
+from .registry import DECLINED, Refusal, register
 from .size_errors import local_size_error
 from .tensor import ShardTensor, mark_leaf, promote, redistribute_to, wrap
 
 
 @register(Tensor.requires_grad_)
-def _requires_grad_(self: ShardTensor, requires_grad: bool = True) -> Any:
-    return mark_leaf(self, requires_grad) if isinstance(self, ShardTensor) else NotImplemented
+def _requires_grad_(self: ShardTensor, requires_grad: bool = True) -> ShardTensor:
+    return mark_leaf(self, requires_grad) if isinstance(self, ShardTensor) else DECLINED
 
 
 register(Tensor.share_memory_)(
@@ -27,10 +25,10 @@ register(Tensor.share_memory_)(
 
 
 @register(Tensor.data.__get__)  # type: ignore[attr-defined]
-def _data(self: Any, *_: Any) -> Any:
+def _data(self: Tensor, *_: object) -> Tensor:
     """A tensor with its own version, as in torch. Writes to it still update views that are copies."""
     if type(self) is not ShardTensor:
-        return NotImplemented
+        return DECLINED
     if self.dtype in INDICES or self.is_inference():  # what is found about indices counts for one version of them
         return self.detach()
     with DisableTorchFunction():
@@ -41,9 +39,9 @@ def _data(self: Any, *_: Any) -> Any:
 
 
 @register(torch.detach, Tensor.detach)
-def _detach_in_program(self: Any) -> Any:
+def _detach_in_program(self: Tensor) -> Tensor:
     if type(self) is not ShardTensor or self.is_inference() or is_traced(self._local_tensor):
-        return NotImplemented
+        return DECLINED
     with DisableTorchFunction():
         detached = self.detach()
     share_writes(self, detached)
@@ -69,16 +67,16 @@ def _set_data(self: ShardTensor, value: Tensor) -> None:
 
 
 @register(Tensor._is_view)
-def _is_view(self: ShardTensor) -> Any:
+def _is_view(self: ShardTensor) -> bool:
     """torch.compile would build views anew, and cannot where one is a copy or has dims of length 1."""
-    return False if tracing() else NotImplemented
+    return False if tracing() else DECLINED
 
 
 @register(torch.ops.aten.detach.default)
-def _detach(self: Any) -> Any:
+def _detach(self: Tensor) -> Tensor:
     """The most frequent view: autograd makes it of results that it keeps."""
     if type(self) is not ShardTensor or self._viewed is not None or self._open is not None or self.dtype in INDICES:
-        return NotImplemented
+        return DECLINED
     return wrap(_detached(self._local_tensor), self._spec)
 
 

@@ -33,7 +33,7 @@ View = TypeVar("View", bound=Tensor)
 # (copy, original) for each copy on the way from the viewed tensor, both local tensors.
 Copies = tuple[tuple[Tensor, Tensor], ...]
 # Called with the view and the viewed tensor: it has this one's values become the view's.
-Back = Callable[[Any, Any], None]
+Back = Callable[[Tensor, Tensor], None]
 
 
 class Moved(NamedTuple):

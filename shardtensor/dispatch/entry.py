@@ -161,7 +161,7 @@ def _promote_operands(func: Callable[..., Any], args: Sequence[Any], kwargs: dic
     ):
         return args, kwargs  # these are about the very tensors that they are given
 
-    def convert(a: Any) -> Any:
+    def convert(a: object) -> object:
         if isinstance(a, ShardTensor):
             return a
         if isinstance(a, DTensor):
@@ -174,7 +174,7 @@ def _promote_operands(func: Callable[..., Any], args: Sequence[Any], kwargs: dic
     return converted(convert, args, kwargs)
 
 
-def _to_promote(a: Any) -> bool:
+def _to_promote(a: object) -> bool:
     if type(a) in SCALARS:
         return False
     if isinstance(a, DTensor):

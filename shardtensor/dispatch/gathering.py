@@ -47,7 +47,7 @@ def gathered(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> A
         places = {k: v for k, v in kwargs.items() if k != "src"}
         _check_known(func, spec_of(args[0]), *(a for a in args[1:] if not isinstance(a, Tensor)), **places)
 
-    def whole(a: Any) -> Any:
+    def whole(a: object) -> object:
         return redistribute_local(a._local_tensor, spec_of(a), spec_of(a).replicated()) if isinstance(a, DTensor) else a
 
     plain_args, plain_kwargs = tree_map(whole, (tuple(args), kwargs))
@@ -59,7 +59,7 @@ def gathered(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> A
         note_write(written)
         return written if func._schema.returns else None
 
-    def shard(value: Any) -> Any:
+    def shard(value: object) -> object:
         if not isinstance(value, Tensor):
             return value
         if value.layout != torch.strided:

@@ -17,13 +17,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import wraps
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
-from .._compat import AutogradFunction, alias, gradient_seeds, run_engine
+from .._compat import AutogradFunction, FunctionContext, alias, gradient_seeds, run_engine
 from ..context import Setting
 from ..errors import UnsupportedSharding
 from ..ranks.failures import BACKWARD, note_raised
@@ -82,7 +82,7 @@ def _several(nodes: Nodes) -> tuple[Node, ...]:
 
 
 def _run(
-    roots: Sequence[Node], seeds: Seeds, retain_graph: bool, create_graph: bool, *args: Any, **options: Any
+    roots: Sequence[Node], seeds: Seeds, retain_graph: bool, create_graph: bool, *args: object, **options: bool
 ) -> Any:
     """Call the engine. See [Note: graphs of gradients]."""
     try:
@@ -183,7 +183,7 @@ def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     @wraps(backward)
-    def wrapper(ctx: Any, *grads: Tensor | None) -> Any:
+    def wrapper(ctx: FunctionContext, *grads: Tensor | None) -> Any:
         if torch.is_grad_enabled():
             ctx = _Unpacked(ctx)
         with torch.no_grad():
@@ -201,7 +201,7 @@ def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
 class _Unpacked:
     """The context of a node whose saved tensors are asked for twice; checkpointing gives them once."""
 
-    def __init__(self, ctx: Any) -> None:
+    def __init__(self, ctx: FunctionContext) -> None:
         self._ctx, self.saved_tensors = ctx, ctx.saved_tensors
 
     def __getattr__(self, name: str) -> Any:
@@ -228,12 +228,12 @@ class _NotAgain(AutogradFunction):
     """The identity on ``result``, which counts as a function of ``sources`` and raises in its backward pass."""
 
     @staticmethod
-    def forward(ctx: Any, name: str, result: Tensor, *sources: Tensor) -> Tensor:
+    def forward(ctx: FunctionContext, name: str, result: Tensor, *sources: Tensor) -> Tensor:
         ctx.name = name
         return alias(result)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
+    def backward(ctx: FunctionContext, *grads: Tensor) -> NoReturn:
         raise NotTwice(
             f"the gradient of {ctx.name} on a ShardTensor cannot be differentiated twice; "
             "if it need not be, detach it or leave out create_graph"

@@ -27,6 +27,7 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any, TypeVar
 
 import torch
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
@@ -57,7 +58,7 @@ class Place:
         self.entries, self.steps = entries, steps
 
 
-def found(tensor: Any, key: Hashable, find: Callable[[], T]) -> T:
+def found(tensor: Tensor, key: Hashable, find: Callable[[], T]) -> T:
     """What ``find()`` returned for these values of the tensor and this key, which is called if nothing is kept.
 
     Args:
@@ -79,7 +80,7 @@ def found(tensor: Any, key: Hashable, find: Callable[[], T]) -> T:
     return result
 
 
-def is_kept(tensor: Any, key: Hashable) -> bool:
+def is_kept(tensor: Tensor, key: Hashable) -> bool:
     """Whether :func:`found` has something; the same on all ranks."""
     if _forgets(tensor):
         return False
@@ -88,7 +89,7 @@ def is_kept(tensor: Any, key: Hashable) -> bool:
     return entry is not None and entry[0] == tensor._version
 
 
-def all_kept(tensor: Any) -> list[tuple[Any, Any]]:
+def all_kept(tensor: Tensor) -> list[tuple[Any, Any]]:
     """The keys and what was found about the tensor and its views, the last first; the same on all ranks."""
     if _forgets(tensor):
         return []
@@ -110,13 +111,13 @@ def _place_of(tensor: Any) -> Place:
     return place
 
 
-def _forgets(tensor: Any) -> bool:
+def _forgets(tensor: Tensor) -> bool:
     """Whether nothing is kept: the tensor has no version, or ranks are to compare all that they do."""
     keeps = hasattr(tensor, "_found") or not isinstance(tensor, DTensor)
     return not keeps or tensor.is_inference() or debug_enabled()
 
 
-def note_views(views: Any, viewed: Any, func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+def note_views(views: object, viewed: Tensor, func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
     """Let a view, or a list of views, have in common with the viewed tensor what is found about their values."""
     if viewed.dtype not in INDICES or not hasattr(viewed, "_found") or viewed.is_inference():
         return

@@ -110,7 +110,7 @@ def _views(root: Any) -> list[tuple[Any, Take]]:
     return [(view, take) for ref, take in root._open.views if (view := ref()) is not None]
 
 
-def note_open_views(out: Any, first: Any, take: Callable[[Tensor], Any]) -> None:
+def note_open_views(out: object, first: Tensor, take: Callable[[Tensor], Any]) -> None:
     """Mark what an operator returned as views of its first tensor, which is open; ``take`` calls the operator."""
     root, before = _root(first)
     for i, view in enumerate(tree_leaves(out)):
@@ -193,7 +193,7 @@ def taken_by_index(whole: Tensor, view: Tensor) -> Take | None:
         kept += [] if k is None else [k]
     order = sorted((d for d in range(whole.ndim) if index[d].stop - index[d].start > 1), key=lambda d: -strides[d])
 
-    def take(t: Any) -> Any:
+    def take(t: Tensor) -> Tensor:
         part = t[tuple(index[d] if d in order else index[d].start for d in range(t.ndim))]
         held = sorted(order)
         part = part.permute([held.index(order[kept.index(k)]) for k in dims])
@@ -303,7 +303,7 @@ REDUCES_BY_INDEX = frozenset(
 )
 
 
-def decide_by_index(root: Any, dim: int, index: Any, *_: Any) -> None:
+def decide_by_index(root: Any, dim: int, index: Any, *_: object) -> None:
     """Lay out the open tensor into which a sharded index reduces, by the rows that each rank names."""
     into, spec = root._spec, getattr(index, "_spec", None)
     if _root(root)[0] is not root or not isinstance(spec, ShardTensorSpec) or spec.mesh != into.mesh or not into.shape:

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from types import MethodType, ModuleType
-from typing import Any
+from typing import Any, NoReturn
 
 import wrapt
 from torch.overrides import handle_torch_function
@@ -110,7 +110,7 @@ class PatchedFunction(wrapt.FunctionWrapper):  # type: ignore[type-arg]  # not g
         otherwise = self._refused if self._self_patch.required else wrapped
         return enter(ShardTensor, wrapped, (ShardTensor,), args, kwargs, otherwise=otherwise)
 
-    def _refused(self, *args: Any, **kwargs: Any) -> None:
+    def _refused(self, *args: object, **kwargs: object) -> NoReturn:
         raise refuse(
             f"{self._self_patch.module}.{self._self_patch.name}",
             _operands(args) or _operands(kwargs.values()),
@@ -118,10 +118,10 @@ class PatchedFunction(wrapt.FunctionWrapper):  # type: ignore[type-arg]  # not g
             "call it on to_local() of replicated tensors, or register a handler with shardtensor.extend.register",
         )
 
-    def __reduce_ex__(self, protocol: object) -> Any:
+    def __reduce_ex__(self, protocol: object) -> tuple[Callable[[str], Any], tuple[str]]:
         return pkgutil.resolve_name, (f"{self._self_patch.module}:{self._self_patch.name}",)
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self) -> tuple[Callable[[str], Any], tuple[str]]:
         return self.__reduce_ex__(2)
 
     def __copy__(self) -> PatchedFunction:

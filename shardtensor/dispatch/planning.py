@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any
+from typing import Any, Protocol, TypeAlias, TypeGuard
 
 import torch
 from torch import Tensor
@@ -41,6 +41,7 @@ from ..errors import UnsupportedSharding, refuse
 from ..layout import caches
 from ..layout.placements import AxisLayout, without_owners
 from ..layout.spec import ShardTensorSpec
+from ..ranks.first_use import PlainOperands
 from .copied_views import check_current
 from .registry import META_FUNCTIONS
 
@@ -48,6 +49,10 @@ from .registry import META_FUNCTIONS
 SCALARS = frozenset({bool, int, float, complex, str, type(None), torch.dtype})
 
 Path = tuple[Any, ...]
+# The specs of results in the structure that an operator returns; None for a result that is passed through as it is.
+Outputs: TypeAlias = "ShardTensorSpec | Sequence[ShardTensorSpec | None] | None"
+# All that a plan depends on. Where an item cannot be hashed, the plan is not kept.
+PlanKey = list[object]
 
 
 @dataclass(slots=True)
@@ -69,7 +74,7 @@ class AtenPlan:
 
     outputs: Any
     inputs: list[tuple[Path, ShardTensorSpec, ShardTensorSpec]] = field(default_factory=list)
-    call: Any = None
+    call: Callable[..., Any] | None = None
     returns_self: bool = False
     may_copy: bool = False
     call_moves: bool = False
@@ -123,7 +128,7 @@ class AtenCall:
         return result
 
     def plan(
-        self, outputs: Any, targets: dict[Path, ShardTensorSpec] | None = None, *, small: int = 1, **kwargs: Any
+        self, outputs: Outputs, targets: dict[Path, ShardTensorSpec] | None = None, *, small: int = 1, **kwargs: Any
     ) -> AtenPlan:
         """A plan with the operands redistributed to ``targets``, refused where that would gather a shard.
 
@@ -167,16 +172,16 @@ def planned_by(rule: Rule, call: AtenCall) -> AtenPlan:
     return plan
 
 
-def disowned(outputs: Any) -> Any:
+def disowned(outputs: Outputs) -> Any:
     """The specs of results, which may have been made from those of operands, without what is known of owners."""
 
-    def convert(spec: Any) -> Any:
+    def convert(spec: object) -> object:
         return spec.with_layout(without_owners(spec.layout)) if has_owner(spec) else spec
 
     return tree_map(convert, outputs)
 
 
-def has_owner(spec: Any) -> bool:
+def has_owner(spec: object) -> TypeGuard[ShardTensorSpec]:
     """Whether it is the spec of a Partial of which one rank is known to have all."""
     return isinstance(spec, ShardTensorSpec) and any(axis.owner is not None for axis in spec.layout)
 
@@ -186,19 +191,30 @@ def disowns(rule: Rule | None, func: OpOverload, written: ShardTensorSpec) -> bo
     return rule not in _KEEP_OWNERS and is_inplace(func) and has_owner(written)
 
 
-def argument(call: AtenCall, index: int, name: str, default: Any) -> Any:
+def argument(call: AtenCall, index: int, name: str, default: object) -> Any:
     """An argument of an aten call, wherever it stands."""
     return call.args[index] if len(call.args) > index else call.kwargs.get(name, default)
 
 
 # -- the cache --------------------------------------------------------------------------------------------------------
 
-_plans: dict[Any, Any] = {}
+
+class KeptPlan(Protocol):
+    """What the cache keeps for a call: above autograd an operator's plan, below it the executor of a plan.
+
+    Attributes:
+        plain: the plain tensors of calls, which ranks compare at first; None if there are none to look at.
+    """
+
+    plain: PlainOperands | None
+
+
+_plans: dict[tuple[object, ...], KeptPlan] = {}
 MAX_PLANS = 8192
 caches.forgets(_plans.clear)
 
 
-def look_up(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[list[Any], Any, list[Tensor], list[Any]]:
+def look_up(op: object, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[PlanKey, Any, list[Tensor], list[Any]]:
     """The plan of a call of an operator, above or below autograd, if one is kept.
 
     Returns:
@@ -223,7 +239,7 @@ def look_up(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[li
     return key, plan, tensors, local
 
 
-def describe(values: Iterable[Any], key: list[Any], tensors: list[Tensor]) -> list[Any]:
+def describe(values: Iterable[Any], key: PlanKey, tensors: list[Tensor]) -> list[Any]:
     """Append to ``key`` what a plan depends on of arguments, and to ``tensors`` those among them.
 
     Returns the arguments with local tensors for DTensors. The first item of ``key`` is the operator.
@@ -273,12 +289,12 @@ def describe(values: Iterable[Any], key: list[Any], tensors: list[Tensor]) -> li
     return local
 
 
-def kept_plans() -> list[Any]:
+def kept_plans() -> list[KeptPlan]:
     """All plans that are kept now, for who needs them longer than they are."""
     return list(_plans.values())
 
 
-def keep_plan(key: Sequence[Any], plan: Any) -> None:
+def keep_plan(key: PlanKey, plan: KeptPlan) -> None:
     """Keep a plan, if its key can be hashed."""
     with suppress(TypeError):
         hash(tuple(key))
@@ -287,7 +303,7 @@ def keep_plan(key: Sequence[Any], plan: Any) -> None:
         _plans[tuple(key)] = plan
 
 
-def label(name: str, outputs: Any, arguments: Mapping[Any, Any]) -> str:
+def label(name: str, outputs: Outputs, arguments: Mapping[Any, object]) -> str:
     """The operator with its result's layout and its arguments: what every rank knows of a plan, short in any world.
 
     Example:
@@ -418,7 +434,7 @@ def distributed_operands(args: Sequence[Any], kwargs: dict[str, Any]) -> Iterato
 def as_specs(args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The arguments with specs for DTensors, and tensors without data for plain ones."""
 
-    def convert(a: Any) -> Any:
+    def convert(a: object) -> object:
         if isinstance(a, DTensor):
             return spec_of(a)
         return without_data(meta_of(a)) if isinstance(a, Tensor) else a
@@ -433,7 +449,7 @@ def on_meta(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> An
         args, kwargs: as :func:`as_specs` gives them.
     """
 
-    def convert(a: Any) -> Any:
+    def convert(a: object) -> object:
         if isinstance(a, ShardTensorSpec):
             return without_data(a.tensor_meta)
         return torch.device("meta") if isinstance(a, torch.device) else a

@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any
 
 from torch import Tensor
+from torch.autograd import Function
 from torch.distributed.tensor import DTensor
 
 from .._compat import DisableTorchFunction, wrap_functions
@@ -22,17 +23,17 @@ from .tensor import ShardTensor, redistribute_to, to_dtensor
 from .written import WrittenTensor, is_of_written
 
 # What a gradient becomes that is a ShardTensor.
-_Completion = Callable[[Any], Any]
+_Completion = Callable[[ShardTensor], Tensor]
 
 
-def _called(cls: Any, args: Sequence[Any], outputs: Sequence[Any]) -> None:
+def _called(cls: type[Function], args: Sequence[Any], outputs: Sequence[Any]) -> None:
     completions = [_completion(t) for t in args if isinstance(t, Tensor)]
     node = _node(cls, outputs) if any(completions) else None
     if node is not None:
         node.register_hook(partial(_complete, completions))
 
 
-def _node(cls: Any, outputs: Sequence[Any]) -> Any:
+def _node(cls: type[Function], outputs: Sequence[Any]) -> Any:
     """The call's node; None where no output has a gradient."""
     for output in outputs:
         if isinstance(output, Tensor):
@@ -46,7 +47,7 @@ def _node(cls: Any, outputs: Sequence[Any]) -> Any:
     return None
 
 
-def _completion(tensor: Any) -> _Completion | None:
+def _completion(tensor: Tensor) -> _Completion | None:
     """What becomes of the gradient of an argument; None where it may be a ShardTensor, or there is none."""
     if not tensor.requires_grad or isinstance(tensor, ShardTensor):
         return None
@@ -56,7 +57,9 @@ def _completion(tensor: Any) -> _Completion | None:
     return lambda grad: redistribute_to(grad, grad._spec.replicated()).to_local()
 
 
-def _complete(completions: Sequence[_Completion | None], grads: Sequence[Any], _: Any) -> tuple[Any, ...]:
+def _complete(
+    completions: Sequence[_Completion | None], grads: Sequence[Tensor | None], _: object
+) -> tuple[Tensor | None, ...]:
     return tuple(
         grad if complete is None or not isinstance(grad, ShardTensor) else complete(grad)
         for complete, grad in zip(completions, grads, strict=True)

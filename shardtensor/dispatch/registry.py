@@ -55,11 +55,11 @@ def _changed() -> None:
     _changes.set_everywhere(_changes.value + 1)
 
 
-def _table(func_or_op: Any) -> dict[Any, Handler]:
+def _table(func_or_op: Callable[..., Any]) -> dict[Any, Handler]:
     return OPERATORS if isinstance(func_or_op, OpOverload) else FUNCTIONS
 
 
-def register(*funcs_or_ops: Any) -> Callable[[Handler], Handler]:
+def register(*funcs_or_ops: Callable[..., Any]) -> Callable[[Handler], Handler]:
     """Register a handler for functions or aten operators, as a decorator.
 
     Args:
@@ -182,7 +182,7 @@ class Refusal:
     reason: str
     remedy: str
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> NoReturn:
         operands = [a for a in (*args, *kwargs.values()) if isinstance(a, torch.Tensor)]
         raise refuse(self.name, operands, self.reason, self.remedy)
 
@@ -257,7 +257,7 @@ def supports(func_or_op: Any) -> Support:
     return max(found, key=lambda answer: order.index(answer.how), default=Support(False, "refused"))
 
 
-def _condition(where: str, func_or_op: Any) -> str:
+def _condition(where: str, func_or_op: Callable[..., Any]) -> str:
     """What the form of a function in a module refuses, as :class:`Support` tells it."""
     name = getattr(func_or_op, "__name__", "").partition(".")[0].strip("_").removeprefix("linalg_")
     text = CONDITIONS.get((where, name)) or CONDITIONS.get((where, ""), "")
@@ -276,7 +276,7 @@ def _support_of_overload(op: OpOverload) -> Support:
     return Support(False, "refused", reason="; ".join(REFUSED.get(op.overloadpacket, (UNKNOWN, REMEDY))))
 
 
-def _packet_of(function: Any) -> Any:
+def _packet_of(function: Callable[..., Any]) -> Any:
     """The aten operator that a function or method of torch calls, found by name."""
     name = "" if getattr(function, "__module__", "") == "builtins" else getattr(function, "__name__", "")
     for candidate in (name, f"linalg_{name}", f"fft_{name}", f"special_{name}"):

@@ -126,7 +126,7 @@ def writes(func: Callable[..., Any]) -> bool:
     return writes(operator) if isinstance(operator, OpOverloadPacket) else name in _WITHOUT_SCHEMA
 
 
-def _tensors(value: Any) -> Iterator[Tensor]:
+def _tensors(value: object) -> Iterator[Tensor]:
     """The tensors among arguments, also in lists, tuples and dicts."""
     if isinstance(value, Tensor):
         yield value

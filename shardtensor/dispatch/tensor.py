@@ -12,9 +12,9 @@ tensor they belong to.
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, TypeVar
 
 import torch
 from torch import Tensor
@@ -26,6 +26,7 @@ from .._compat import (
     AutogradFunction,
     DisableTorchFunction,
     DTensorSpec,
+    FunctionContext,
     TensorMeta,
     alias,
     claim_dispatch,
@@ -47,10 +48,13 @@ from ..layout.spec import ShardTensorSpec, SizedPlacements
 from ..layout.strides import dense_stride, is_dense
 from ..ranks.agreement import MAX_NDIM, agree_on_local, compare_histories
 from . import rank_part
-from .copied_views import check_current
+from .copied_views import Copies, Moved, check_current
+from .index_findings import Place
 from .open_layouts import close
 from .planning import converted, has_owner, meta_of, reduced_by_dtensor, replicated_spec, spec_of
 from .transform_levels import InsideLevels
+
+Subclass = TypeVar("Subclass", bound=Tensor)
 
 
 class ShardTensor(DTensor):
@@ -71,29 +75,29 @@ class ShardTensor(DTensor):
 
     if TYPE_CHECKING:  # torch declares that these return Tensor
 
-        def __add__(self, other: Any, /) -> ShardTensor: ...
-        def __radd__(self, other: Any, /) -> ShardTensor: ...
-        def __sub__(self, other: Any, /) -> ShardTensor: ...
-        def __rsub__(self, other: Any, /) -> ShardTensor: ...
-        def __mul__(self, other: Any, /) -> ShardTensor: ...
-        def __rmul__(self, other: Any, /) -> ShardTensor: ...
-        def __truediv__(self, other: Any, /) -> ShardTensor: ...
-        def __rtruediv__(self, other: Any, /) -> ShardTensor: ...
-        def __pow__(self, other: Any, /) -> ShardTensor: ...
-        def __rpow__(self, other: Any, /) -> ShardTensor: ...
-        def __matmul__(self, other: Any, /) -> ShardTensor: ...
-        def __rmatmul__(self, other: Any, /) -> ShardTensor: ...
-        def __getitem__(self, index: Any, /) -> ShardTensor: ...
+        def __add__(self, other: Tensor | complex, /) -> ShardTensor: ...
+        def __radd__(self, other: Tensor | complex, /) -> ShardTensor: ...
+        def __sub__(self, other: Tensor | complex, /) -> ShardTensor: ...
+        def __rsub__(self, other: Tensor | complex, /) -> ShardTensor: ...
+        def __mul__(self, other: Tensor | complex, /) -> ShardTensor: ...
+        def __rmul__(self, other: Tensor | complex, /) -> ShardTensor: ...
+        def __truediv__(self, other: Tensor | complex, /) -> ShardTensor: ...
+        def __rtruediv__(self, other: Tensor | complex, /) -> ShardTensor: ...
+        def __pow__(self, other: Tensor | complex, /) -> ShardTensor: ...
+        def __rpow__(self, other: Tensor | complex, /) -> ShardTensor: ...
+        def __matmul__(self, other: Tensor | complex, /) -> ShardTensor: ...
+        def __rmatmul__(self, other: Tensor | complex, /) -> ShardTensor: ...
+        def __getitem__(self, index: object, /) -> ShardTensor: ...
         def __neg__(self) -> ShardTensor: ...
 
     _local_tensor: Tensor
     _spec: ShardTensorSpec
     # See copied_views.py; the last two: open_layouts.py, index_findings.py.
-    _copied: Any = ()
-    _viewed: Any = None
-    _writes: Any = None
+    _copied: Copies | Moved = ()
+    _viewed: tuple[Tensor, int] | None = None
+    _writes: list[int] | None = None
     _open: Any = None
-    _found: Any = None
+    _found: Place | None = None
 
     # -- construction and conversion ----------------------------------------------------------------------
 
@@ -248,7 +252,7 @@ class ShardTensor(DTensor):
 
     # -- torch's protocols --------------------------------------------------------------------------------
 
-    def __array_function__(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+    def __array_function__(self, func: Any, types: object, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """NumPy's functions. What calls a method with NumPy's arguments, which torch has not, gets arrays instead."""
         try:
             return func._implementation(*args, **kwargs)
@@ -256,7 +260,7 @@ class ShardTensor(DTensor):
             args, kwargs = converted(_as_array, args, kwargs)
             return func(*args, **kwargs)
 
-    def as_subclass(self, cls: type[Any]) -> Any:  # which torch asks no protocol for
+    def as_subclass(self, cls: type[Subclass]) -> Subclass:  # which torch asks no protocol for
         if isinstance(self, cls):
             return super().as_subclass(cls)
         remedy = "take x.full_tensor(), which gathers, or of a sharded tensor this rank's part, x.to_local()"
@@ -283,13 +287,13 @@ class ShardTensor(DTensor):
         memo[id(self)] = new
         return new
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
+    def __reduce_ex__(self, protocol: object) -> tuple[Callable[..., ShardTensor], tuple[Any, ...]]:
         if is_traced(self._local_tensor):  # torch 2.11 would pickle it to have a key for its graph
             self._stable_hash_for_caching()
         is_parameter = isinstance(self, torch.nn.Parameter)
         return import_shardtensor_first, (self._local_tensor, self._spec, self.requires_grad, is_parameter)
 
-    def __getstate__(self) -> Any:
+    def __getstate__(self) -> NoReturn:
         raise TypeError("ShardTensor pickles through __reduce_ex__")
 
     def __create_write_items__(self, fqn: str, object: Any) -> list[Any]:
@@ -298,7 +302,7 @@ class ShardTensor(DTensor):
     def __create_chunk_list__(self) -> list[Any]:
         return rank_part.of_rank(self)
 
-    def __get_tensor_shard__(self, index: Any) -> Tensor:
+    def __get_tensor_shard__(self, index: object) -> Tensor:
         return self._local_tensor
 
     # -- torch.compile: see docs/compile.md ---------------------------------------------------------------
@@ -356,7 +360,7 @@ def wrap(local: Tensor, spec: ShardTensorSpec) -> ShardTensor:
         )
     if local._is_zerotensor():  # below __torch_dispatch__ kernels would read the memory that it lacks
         local = torch.zeros_like(local)
-    make: Any = new_wrapper
+    make: Callable[..., ShardTensor] = new_wrapper
     if local.dtype is not spec.tensor_meta.dtype:
         local = rounded(local, spec)
         make = new_wide_wrapper if spec.is_wide(local) else new_wrapper
@@ -381,7 +385,7 @@ def from_local(local: Tensor, spec: ShardTensorSpec) -> ShardTensor:
 
 
 def to_part(
-    tensor: Any,
+    tensor: ShardTensor,
     grad_spec: ShardTensorSpec,
     dtype: torch.dtype | None = None,
     *,
@@ -418,7 +422,7 @@ def from_dtensor(dtensor: DTensor) -> ShardTensor:
     return made
 
 
-def to_dtensor(grad: Any, spec: ShardTensorSpec) -> DTensor:
+def to_dtensor(grad: Tensor, spec: ShardTensorSpec) -> DTensor:
     """A gradient as a DTensor, in this layout, that of torch.chunk's shards."""
     made: DTensor = _ToDTensor.apply(_laid_out(grad, spec))
     return made
@@ -447,7 +451,7 @@ def promote(tensor: Tensor, mesh: DeviceMesh) -> ShardTensor:
     return made
 
 
-def as_gradient(grad: Any, spec: ShardTensorSpec) -> Any:
+def as_gradient(grad: Tensor | None, spec: ShardTensorSpec) -> Any:
     """A gradient, in whatever layout it arrives (a plain one counts as replicated), in the layout of ``spec``.
 
     None, an undefined gradient, stays None.
@@ -458,7 +462,7 @@ def as_gradient(grad: Any, spec: ShardTensorSpec) -> Any:
     return _laid_out(grad, target)
 
 
-def _laid_out(grad: Any, target: ShardTensorSpec) -> Any:
+def _laid_out(grad: Tensor, target: ShardTensorSpec) -> ShardTensor:
     if transforms_active():
         raise InsideLevels.at("backward", (grad, target), {})
     grad = promote(grad, target.mesh)
@@ -484,13 +488,13 @@ class _FromDTensor(AutogradFunction):
     """
 
     @staticmethod
-    def forward(ctx: Any, dtensor: DTensor, spec: ShardTensorSpec) -> Any:
+    def forward(ctx: FunctionContext, dtensor: DTensor, spec: ShardTensorSpec) -> ShardTensor:
         ctx.set_materialize_grads(False)
         ctx.grad_spec = spec.for_contributions()
         return _wrap_detached(dtensor._local_tensor, spec)
 
     @staticmethod
-    def backward(ctx: Any, grad: Any) -> Any:
+    def backward(ctx: FunctionContext, grad: Tensor | None) -> tuple[DTensor | None, None]:
         return None if grad is None else to_dtensor(grad, ctx.grad_spec), None
 
 
@@ -498,22 +502,22 @@ class _ToDTensor(AutogradFunction):
     """A ShardTensor of torch.chunk's shards as a DTensor."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: Any) -> Any:
+    def forward(ctx: FunctionContext, tensor: ShardTensor) -> DTensor:
         ctx.set_materialize_grads(False)
         spec, local = tensor._spec, tensor.to_local()
         ctx.mesh = spec.mesh
         # The strides of a shard without elements say nothing, and autograd's copies depend on what the DTensor's are.
         order = local.stride() if local.numel() else spec.tensor_meta.stride
         meta = TensorMeta(spec.shape, dense_stride(spec.shape, order), local.dtype)
-        made: Any = new_wrapper
+        made: Callable[..., DTensor] = new_wrapper
         return made(DTensor, local.detach(), DTensorSpec(spec.mesh, spec.placements, meta), requires_grad=False)
 
     @staticmethod
-    def backward(ctx: Any, grad: Any) -> Any:
+    def backward(ctx: FunctionContext, grad: Tensor | None) -> ShardTensor | None:
         return grad if grad is None else promote(_on_one_axis_each(grad), ctx.mesh)
 
 
-def _on_one_axis_each(grad: Any) -> Any:
+def _on_one_axis_each(grad: Tensor) -> Tensor:
     """A gradient that DTensor's own operators sharded along one dim on several mesh dims, on the first of these."""
     if isinstance(grad, ShardTensor) or not isinstance(grad, DTensor):
         return grad
@@ -525,8 +529,12 @@ def _on_one_axis_each(grad: Any) -> Any:
 
 
 class _FromLocal(AutogradFunction):
+    apply: ClassVar[Callable[..., ShardTensor]]
+
     @staticmethod
-    def forward(ctx: Any, local: Tensor, spec: ShardTensorSpec, grad_spec: ShardTensorSpec | None = None) -> Any:
+    def forward(
+        ctx: FunctionContext, local: Tensor, spec: ShardTensorSpec, grad_spec: ShardTensorSpec | None = None
+    ) -> ShardTensor:
         ctx.set_materialize_grads(False)
         ctx.spec = spec
         ctx.grad_spec = spec.for_gradient() if grad_spec is None else grad_spec
@@ -538,7 +546,7 @@ class _FromLocal(AutogradFunction):
         return _wrap_detached(local, spec)
 
     @staticmethod
-    def backward(ctx: Any, grad: Any) -> Any:
+    def backward(ctx: FunctionContext, grad: Any) -> tuple[Tensor | None, None, None]:
         _ = ctx.saved_tensors
         if grad is None:
             return None, None, None
@@ -567,8 +575,8 @@ def placements_of_second(spec: ShardTensorSpec, grad_spec: ShardTensorSpec) -> l
 class _ToLocal(AutogradFunction):
     @staticmethod
     def forward(
-        ctx: Any,
-        tensor: Any,
+        ctx: FunctionContext,
+        tensor: ShardTensor,
         grad_spec: ShardTensorSpec,
         dtype: torch.dtype | None,
         may_be_absent: bool,
@@ -582,7 +590,7 @@ class _ToLocal(AutogradFunction):
         return alias(local) if guarded else local.detach()
 
     @staticmethod
-    def backward(ctx: Any, grad: Any) -> Any:
+    def backward(ctx: FunctionContext, grad: Tensor | None) -> tuple[ShardTensor | None, None, None, None, None]:
         if grad is not None and torch.is_grad_enabled():
             twice = ctx.grad_spec.replace(placements=placements_of_second(ctx.spec, ctx.grad_spec))
             grad = _FromLocal.apply(grad, ctx.grad_spec, twice)
@@ -592,8 +600,10 @@ class _ToLocal(AutogradFunction):
 
 
 class _Redistribute(AutogradFunction):
+    apply: ClassVar[Callable[[Tensor, ShardTensorSpec], ShardTensor]]
+
     @staticmethod
-    def forward(ctx: Any, tensor: Any, target: ShardTensorSpec) -> Any:
+    def forward(ctx: FunctionContext, tensor: ShardTensor, target: ShardTensorSpec) -> ShardTensor:
         ctx.set_materialize_grads(False)
         ctx.source = tensor._spec
         local = redistribute_local(tensor._local_tensor, tensor._spec, target)
@@ -603,7 +613,7 @@ class _Redistribute(AutogradFunction):
         return wrap(local, target)
 
     @staticmethod
-    def backward(ctx: Any, grad: Any) -> Any:
+    def backward(ctx: FunctionContext, grad: Tensor | None) -> tuple[ShardTensor | None, None]:
         if grad is not None and has_owner(ctx.source):  # nobody else needs it
             return _laid_out(grad, ctx.source), None
         return as_gradient(grad, ctx.source), None
@@ -633,7 +643,7 @@ def _as_leaf_gradient(spec: ShardTensorSpec, grad: Any) -> Any:
     return grad.clone() if torch.is_grad_enabled() else wrap(grad._local_tensor.clone(), grad._spec)
 
 
-def _as_array(a: Any) -> Any:
+def _as_array(a: object) -> object:
     return a.__array__() if isinstance(a, ShardTensor) else a  # type: ignore[no-untyped-call]
 
 

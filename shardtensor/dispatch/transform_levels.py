@@ -8,7 +8,7 @@ rank alike, and ``operators/transforms.py`` carries out the transform in another
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -31,7 +31,7 @@ class InsideLevels(UnsupportedSharding):
     """A ShardTensor is met inside of a transform that torch carries out by levels."""
 
     @staticmethod
-    def at(op: Any, args: Any, kwargs: Any) -> InsideLevels:
+    def at(op: Callable[..., Any] | str, args: Iterable[Any], kwargs: Mapping[str, Any]) -> InsideLevels:
         """The error for a call of ``op`` with these arguments."""
         operands = [a for a in flat(args, kwargs) if hasattr(a, "_spec")]
         reason = f"a ShardTensor is met inside a transform of torch's ({innermost_transform()}) that has no form for it"
@@ -41,7 +41,7 @@ class InsideLevels(UnsupportedSharding):
 # -- dual tensors ------------------------------------------------------------------------------------------------------
 
 # The Jacobian-vector product of a function: what operators/transforms.py makes of its gradient.
-Push = Callable[[Callable[..., Any], tuple[Any, ...], tuple[Any, ...]], tuple[Any, Any]]
+Push = Callable[[Callable[..., Any], tuple[Tensor, ...], tuple[Tensor, ...]], Any]
 _push: list[Push] = []
 # What is about the dual tensors themselves.
 _OF_DUALS = (
@@ -56,7 +56,7 @@ def pushes_forward(push: Push) -> Push:
     return push
 
 
-def carried_out(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+def carried_out(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """The result of a call inside of ``forward_ad.dual_level`` with its tangent; NotImplemented where it has none.
 
     Raises:
@@ -67,8 +67,8 @@ def carried_out(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     name = getattr(func, "__name__", "")
     if name in _OF_DUALS:
         return NotImplemented
-    primals: list[Any] = []
-    tangents: list[Any] = []
+    primals: list[Tensor] = []
+    tangents: list[Tensor] = []
     places: dict[int, int] = {}
     for a in flat(args, kwargs):
         if isinstance(a, Tensor) and id(a) not in places:
@@ -83,8 +83,8 @@ def carried_out(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         reason = "it writes to a tensor where tangents are computed forward (torch.autograd.forward_ad)"
         raise refuse(name, [*primals], reason, "use the out-of-place form")
 
-    def function(*values: Any) -> Any:
-        def convert(a: Any) -> Any:
+    def function(*values: Tensor) -> Any:
+        def convert(a: object) -> object:
             return values[places[id(a)]] if isinstance(a, Tensor) and id(a) in places else a
 
         new_args, new_kwargs = converted(convert, args, kwargs)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from .._compat import wrap_from_local
@@ -30,12 +30,12 @@ from .tensor import ShardTensor
 
 
 def _from_local(
-    original: Callable[..., Any],
-    local: Any,
+    original: Callable[..., DTensor],
+    local: Tensor,
     mesh: DeviceMesh | None,
     placements: Sequence[Placement] | None,
     options: dict[str, Any],
-) -> Any:
+) -> DTensor:
     shape = options.get("shape")
     if shape is not None and isinstance(placements, SizedPlacements):
         sizes = {m: along for m, along in enumerate(placements.sizes) if along is not None}

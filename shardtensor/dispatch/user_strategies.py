@@ -22,7 +22,7 @@ from ..context import gather_allowed
 from ..layout.geometry import chunk_sizes
 from ..layout.placements import AxisLayout, normalize_placements
 from ..layout.spec import ShardTensorSpec
-from .planning import AtenCall, AtenPlan, Path, Rule, meta_of, on_meta, operands, replicated_spec
+from .planning import AtenCall, AtenPlan, Outputs, Path, Rule, meta_of, on_meta, operands, replicated_spec
 from .registry import default_rule
 
 Placements = tuple[Placement, ...]
@@ -59,7 +59,7 @@ def fall_back(call: AtenCall) -> AtenPlan:
 def _filled(call: AtenCall, values: Mapping[Path, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The call's arguments with these in place of the tensors."""
 
-    def filled(name: int | str, value: Any) -> Any:
+    def filled(name: int | str, value: object) -> object:
         if isinstance(value, (list, tuple)):
             return type(value)(values.get((name, i), item) for i, item in enumerate(value))
         return values.get((name,), value)
@@ -132,7 +132,7 @@ def _aligned(operands: Mapping[Path, ShardTensorSpec], inputs: Sequence[Placemen
     return targets
 
 
-def _results(call: AtenCall, targets: Mapping[Path, ShardTensorSpec], outputs: Sequence[Any]) -> Any:
+def _results(call: AtenCall, targets: Mapping[Path, ShardTensorSpec], outputs: Sequence[Any]) -> Outputs:
     """The specs of the results, with the sizes that the operator gives on every rank."""
     mesh = call.specs[0].mesh
     known: dict[Any, list[TensorMeta | None]] = {}
@@ -182,7 +182,7 @@ def _result(
     )
 
 
-def _metas(result: Any) -> list[TensorMeta | None]:
+def _metas(result: object) -> list[TensorMeta | None]:
     """What is known of an operator's results; None for what is no tensor."""
     results = result if isinstance(result, (list, tuple)) else [result]
     return [meta_of(one) if isinstance(one, Tensor) else None for one in results]

@@ -25,18 +25,19 @@ import gc
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any, NoReturn, TypeAlias
 from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import increment_version
+from torch.autograd.graph import Node, increment_version
 
 from .._compat import (
     AutogradFunction,
     DisableTorchFunction,
     FakeTensor,
     FunctionalTensor,
+    FunctionContext,
     breaking_graph,
     called_with,
     claim_dispatch,
@@ -60,7 +61,7 @@ MAY_BE_WRITTEN = PLAIN | {torch.nn.Parameter, FunctionalTensor}
 LISTS = frozenset({list, tuple})
 
 _Family: TypeAlias = "WeakValueDictionary[int, WrittenTensor]"
-_History: TypeAlias = "tuple[Any, bool]"  # grad_fn and requires_grad
+_History: TypeAlias = "tuple[Node | None, bool]"  # grad_fn and requires_grad
 
 
 class WrittenTensor(Tensor):
@@ -80,7 +81,11 @@ class WrittenTensor(Tensor):
 
     @classmethod
     def __torch_function__(
-        cls, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         if func == sets_hooks:
             with DisableTorchFunction():
@@ -91,7 +96,7 @@ class WrittenTensor(Tensor):
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def, override]
         return _called(func, args, kwargs or {})  # autograd is done with the call
 
-    def __tensor_flatten__(self) -> Any:
+    def __tensor_flatten__(self) -> NoReturn:
         reason = "an input was a plain tensor until a sharded value was written to it, and a graph has no such tensors"
         raise breaking_graph(
             refuse("torch.compile", [self.sharded], reason, "pass its clone(), which is a ShardTensor")
@@ -141,7 +146,7 @@ def _called(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any
     return result
 
 
-def _standing_for(result: Any, first: WrittenTensor) -> Any:
+def _standing_for(result: object, first: WrittenTensor) -> object:
     """What a call with a written tensor returns: that tensor, another one for a view of it, or a new tensor."""
     if result is first.sharded:
         return first
@@ -152,7 +157,7 @@ def _standing_for(result: Any, first: WrittenTensor) -> Any:
     return view
 
 
-def _stand(written: Any, sharded: ShardTensor, family: _Family) -> None:
+def _stand(written: WrittenTensor, sharded: ShardTensor, family: _Family) -> None:
     histories = _history(written), _history(sharded)
     written.__dict__.update(sharded=sharded, family=family, histories=histories, former=[])
     family[id(written)] = written
@@ -248,7 +253,7 @@ def _of_every_rank(tensor: ShardTensor) -> Tensor:
     return to_part(whole, whole._spec)
 
 
-def _whole_and_views(written: Any) -> tuple[Any, list[tuple[Any, Take]]] | None:
+def _whole_and_views(written: Any) -> tuple[Tensor, list[tuple[Tensor, Take]]] | None:
     """Of the tensors with this one's memory: which has all of it, and how each other is taken of that.
 
     None where these are not all, or one cannot become a written tensor.
@@ -268,13 +273,13 @@ def _whole_and_views(written: Any) -> tuple[Any, list[tuple[Any, Take]]] | None:
     return whole, views
 
 
-def _taken_anew(view: Tensor, take: Take, sharded: ShardTensor) -> Any:
+def _taken_anew(view: Tensor, take: Take, sharded: ShardTensor) -> Tensor:
     """A view of the ShardTensor that gets a history where the plain one would, and not as the write does."""
     with torch.set_grad_enabled(not made_without_grad(view)):
         return take(sharded)
 
 
-def _detached(take: Take, whole: Any) -> Any:
+def _detached(take: Take, whole: Tensor) -> Tensor:
     """A view of which autograd does not know that it is one."""
     return take(whole).detach()
 
@@ -283,14 +288,14 @@ class _Standing(AutogradFunction):
     """A written tensor without the ShardTensor that it represents, to whose graph it leads."""
 
     @staticmethod
-    def forward(ctx: Any, sharded: ShardTensor) -> Any:
+    def forward(ctx: FunctionContext, sharded: ShardTensor) -> WrittenTensor:
         meta = sharded._spec.tensor_meta
         return Tensor._make_wrapper_subclass(
             WrittenTensor, meta.shape, meta.stride, dtype=meta.dtype, device=sharded.device
         )
 
     @staticmethod
-    def backward(ctx: Any, grad: Any) -> Any:
+    def backward(ctx: FunctionContext, grad: Tensor) -> Tensor:
         return grad
 
 
@@ -298,17 +303,17 @@ class _Taking(AutogradFunction):
     """A ShardTensor with the history of the written tensor that represents it, which has its values already."""
 
     @staticmethod
-    def forward(ctx: Any, sharded: ShardTensor, written: Any, in_place: bool) -> Any:
+    def forward(ctx: FunctionContext, sharded: ShardTensor, written: WrittenTensor, in_place: bool) -> ShardTensor:
         ctx.set_materialize_grads(False)
         if in_place:
             ctx.mark_dirty(sharded)
         return sharded
 
     @staticmethod
-    def backward(ctx: Any, grad: Any) -> Any:
+    def backward(ctx: FunctionContext, grad: Tensor | None) -> tuple[None, Tensor | None, None]:
         return None, grad, None
 
 
-def is_of_written(node: Any) -> bool:
+def is_of_written(node: object) -> bool:
     """Whether a node of a graph is that of a written tensor, or of the ShardTensor that it represents."""
     return isinstance(node, (_Standing._backward_cls, _Taking._backward_cls))

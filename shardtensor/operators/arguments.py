@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import count
-from typing import Any
+from typing import Any, Concatenate, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
@@ -19,6 +19,11 @@ from ..dispatch.planning import converted, meta_of, replicated_spec, spec_of, wi
 from ..dispatch.tensor import ShardTensor, promote, redistribute_to
 from ..errors import UnsupportedSharding, different_meshes, refuse
 from ..layout.spec import ShardTensorSpec
+from .plan import Places, Plan
+
+Returned = TypeVar("Returned")
+# Makes the plan of a call from its arguments, with an operand for each tensor; or NotImplemented.
+Builder: TypeAlias = "Callable[Concatenate[Arguments, ...], Plan]"
 
 # -- binding -----------------------------------------------------------------------------------------------------------
 
@@ -49,7 +54,7 @@ def placed(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, .
     return converted(lambda value: Place(next(places)) if isinstance(value, Tensor) else value, args, kwargs)
 
 
-def place_of(value: Any) -> Any:
+def place_of(value: object) -> Places:
     """The place of an argument among the call's tensors: a number, a tuple of them for a list; None: no tensor."""
     if isinstance(value, Place):
         return value.index
@@ -58,7 +63,7 @@ def place_of(value: Any) -> Any:
     return None
 
 
-def places_in(value: Any) -> Iterator[int]:
+def places_in(value: object) -> Iterator[int]:
     """The places of all tensors in an argument."""
     if isinstance(value, Place):
         yield value.index
@@ -82,7 +87,7 @@ class Declaration:
         names: all tensors, in the order of the declaration.
     """
 
-    build: Callable[..., Any]
+    build: Builder
     tensors: tuple[str, ...]
     parameters: tuple[str, ...]
     partial: tuple[str, ...]
@@ -145,7 +150,7 @@ class Declaration:
 
 
 def declaration(
-    build: Callable[..., Any],
+    build: Builder,
     tensors: str,
     parameters: str,
     partial: str,
@@ -232,7 +237,7 @@ class Arguments:
         self.tensors[argument] = target
         return target
 
-    def returned(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def returned(self, function: Callable[..., Returned], *args: object, **kwargs: object) -> Returned:
         """Return the result of a function of torch for the global tensors, as tensors without data.
 
         Args:
@@ -244,7 +249,7 @@ class Arguments:
         # Autocast would cast, but does not act on meta tensors.
         casts = self.autocast() is not None
 
-        def described(a: Any) -> Any:
+        def described(a: object) -> object:
             meta = a.tensor_meta if isinstance(a, ShardTensorSpec) else a
             if isinstance(meta, TensorMeta):
                 dtype = torch.float32 if casts and meta.dtype.is_floating_point else meta.dtype
@@ -265,13 +270,13 @@ class Arguments:
         shapes = [[min(n, 2) for n in t.shape] for t in metas]
         return autocast_dtype(function, shapes, [t.dtype for t in metas], self.device)
 
-    def without_autocast(self, function: Callable[..., Any]) -> Callable[..., Any]:
+    def without_autocast(self, function: Callable[..., Returned]) -> Callable[..., Returned]:
         """Return ``function``, called with autocast disabled."""
         kind = self.device.type
         if self.autocast() is None:
             return function
 
-        def call(*args: Any) -> Any:
+        def call(*args: object) -> Returned:
             with torch.autocast(kind, enabled=False):
                 return function(*args)
 
@@ -285,7 +290,7 @@ class Arguments:
             if argument in self.tensors:
                 self.tensors[argument] = self.tensors[argument].with_dtype(dtype)  # type: ignore[arg-type]
 
-    def prepare(self, argument: str, value: Any, partial: bool) -> Any:
+    def prepare(self, argument: str, value: Any, partial: bool) -> ShardTensorSpec | list[ShardTensorSpec]:
         """Convert an operand, or a list of operands, to ShardTensors. Returns their specs."""
         mesh = self.mesh
         if isinstance(value, (list, tuple)):
@@ -331,7 +336,7 @@ def common_mesh(name: str, operands: Sequence[Tensor]) -> DeviceMesh | None:
     return distributed[0].device_mesh if distributed else None
 
 
-def prepared_spec(t: Any, mesh: DeviceMesh, partial: bool) -> Any:
+def prepared_spec(t: Tensor | None, mesh: DeviceMesh, partial: bool) -> Any:
     """The spec that a tensor has when the plan runs, before the plan redistributes it."""
     if t is None:
         return None
@@ -340,7 +345,7 @@ def prepared_spec(t: Any, mesh: DeviceMesh, partial: bool) -> Any:
     return replicated_spec(mesh, meta_of(t))
 
 
-def _prepared(t: Any, mesh: DeviceMesh, partial: bool) -> Any:
+def _prepared(t: Tensor | None, mesh: DeviceMesh, partial: bool) -> ShardTensor | None:
     """A tensor of a list with the spec that :func:`prepared_spec` gives."""
     if t is None:
         return None

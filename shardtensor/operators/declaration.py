@@ -24,7 +24,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from .._compat import TensorMeta, goes_into_graph, hidden_from_program, takes_gradient_late
 from ..dispatch.planning import converted, disowned, flat, keep_plan, label, look_up, meta_of, spec_of
-from ..dispatch.registry import declare, declare_rule
+from ..dispatch.registry import DECLINED, declare, declare_rule
 from ..dispatch.tensor import ShardTensor, redistribute_to, to_part
 from ..errors import UnsupportedSharding, refuse
 from ..layout.placements import wide_dtype
@@ -33,6 +33,7 @@ from ..ranks.first_use import PlainOperands
 from ..ranks.history import here
 from .arguments import (
     Arguments,
+    Builder,
     Declaration,
     Operand,
     common_mesh,
@@ -63,7 +64,7 @@ class Operator:
         self._arguments = None if isinstance(spelling, str) else declared.arguments_of(spelling)
         self._takes_numbers = isinstance(spelling, str) or not declared.has_other_tensors(spelling)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> Any:
         try:
             key, plan, tensors, _ = look_up(self, args, kwargs)
         except UnsupportedSharding:
@@ -116,14 +117,14 @@ class Operator:
         bound = self._declared.bind(self.name, self._arguments, args, kwargs)
         return self._declared.sparse(self.name, *bound.args, **bound.kwargs)
 
-    def _make(self, given: inspect.BoundArguments, tensors: Sequence[Tensor]) -> Any:
+    def _make(self, given: inspect.BoundArguments, tensors: Sequence[Tensor]) -> Plan:
         declared = self._declared
         at = {name: place_of(given.arguments.get(name)) for name in declared.names}
         named = {name: picked(tensors, place) for name, place in at.items() if place is not None}
         found = [t for t in flat(named.values(), {}) if t is not None]
         mesh = common_mesh(self.name, found)
         if mesh is None:
-            return NotImplemented
+            return DECLINED
         call = Arguments(self.name, mesh, found[0].device)
         for name, value in named.items():
             if name in declared.parameters:
@@ -260,7 +261,7 @@ def planned(
         name: for errors.
     """
 
-    def decorate(build: Callable[..., Any]) -> Operator:
+    def decorate(build: Builder) -> Operator:
         return Operator(name, declaration(build, tensors, parameters, partial, sharded))
 
     return decorate
@@ -271,7 +272,7 @@ def _is_number(t: Tensor) -> bool:
     return not t.ndim and not t.requires_grad and not goes_into_graph(local)
 
 
-def _is_sharded(t: Any) -> bool:
+def _is_sharded(t: object) -> bool:
     return isinstance(t, DTensor) and bool(spec_of(t).sharded_dims())
 
 
@@ -285,7 +286,7 @@ def _parameter(name: str, parameter: Tensor, others: Sequence[Tensor]) -> Tensor
     return spec.tensor_meta
 
 
-def _to_local(placements: Sequence[Placement], parameter: Any) -> Tensor:
+def _to_local(placements: Sequence[Placement], parameter: DTensor) -> Tensor:
     t = ShardTensor.from_dtensor(parameter)
     t = redistribute_to(t, t._spec.for_gradient())
     return to_part(t, t._spec.replace(placements=placements), may_be_absent=True)

@@ -10,8 +10,8 @@ graph of its results, where gradients leave what it has computed, and is summed 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -35,6 +35,8 @@ from .weight_gradients import GradientSum, start_sum
 # Masks of attention are made of four maps inside each other: rows times columns of calls would take hours.
 MAX_CALLS = 4096
 _around = Setting(1, decides=False)  # calls of the function around this one
+# ``out_dims``: one for all results, or nested as these are. None: a result that is not mapped.
+Dims: TypeAlias = "int | Sequence[Dims] | Mapping[Any, Dims] | None"
 
 
 class _Rows(NamedTuple):
@@ -58,12 +60,12 @@ class _Rows(NamedTuple):
 def mapped(
     torchs: Callable[..., Any],
     func: Callable[..., Any],
-    in_dims: Any,
-    out_dims: Any,
+    in_dims: int | tuple[Any, ...],
+    out_dims: Dims,
     randomness: str,
     chunk_size: int | None,
-    *args: Any,
-    **kwargs: Any,
+    *args: object,
+    **kwargs: object,
 ) -> Any:
     """``vmap(func, in_dims, out_dims, randomness, chunk_size)(*args, **kwargs)``; ``torchs`` is torch's."""
     n, dims, tensors, structure = batched_inputs(in_dims, args, func)
@@ -124,7 +126,7 @@ def _own_rows(
     rows: _Rows,
     n: int,
     dims: Sequence[int | None],
-    out_dims: Any,
+    out_dims: Dims,
     tensors: Sequence[Any],
 ) -> Any:
     """The result of ``map_rows``, which gets each rank's part of the tensors."""
@@ -196,8 +198,8 @@ def _sum_what_is_held(results: Sequence[Tensor], borders: set[Any], first: int, 
             node.register_hook(_summing(leaving, rows))
 
 
-def _summing(leaving: Sequence[int], rows: _Rows) -> Callable[..., Any]:
-    def hook(inputs: Any, outputs: Any) -> Any:
+def _summing(leaving: Sequence[int], rows: _Rows) -> Callable[..., tuple[Tensor | None, ...]]:
+    def hook(inputs: Sequence[Tensor | None], outputs: object) -> tuple[Tensor | None, ...]:
         sums = start_sum([inputs[i] for i in leaving], rows.mesh, rows.mesh_dims)()
         result = list(inputs)
         for i, total in zip(leaving, sums, strict=True):
@@ -214,7 +216,7 @@ def _one_by_one(
     of_row: Callable[[Sequence[Any]], Any],
     n: int,
     dims: Sequence[int | None],
-    out_dims: Any,
+    out_dims: Dims,
     randomness: str,
     tensors: Sequence[Any],
 ) -> Any:
@@ -260,7 +262,13 @@ def _one_by_one(
 class _WithoutStatistics(TorchFunctionMode):
     """Refuses what writes to running statistics: rows are mapped over at once, so none is before the other."""
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
         kwargs = kwargs or {}
         if func in (F.batch_norm, F.instance_norm):
             given = inspect.signature(func).bind(*args, **kwargs)

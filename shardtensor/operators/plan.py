@@ -8,13 +8,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from itertools import compress
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor.placement_types import Placement
 
-from .._compat import AutogradFunction, alias, multithreading_enabled
+from .._compat import AutogradFunction, FunctionContext, alias, multithreading_enabled
 from ..context import contributions_are_exact
 from ..dispatch.gradients import not_twice
 from ..dispatch.tensor import ShardTensor, as_gradient, from_part, placements_of_second, to_part, wrap
@@ -25,6 +25,11 @@ from ..ranks.failures import note_raised
 from ..ranks.first_use import PlainOperands
 from ..ranks.history import here
 from .weight_gradients import Contribution, GradientSum
+
+# Where a call has an argument that holds tensors: the place of one among the call's tensors, or those of a list; None
+# for one that was left out.
+Places: TypeAlias = "int | tuple[Places, ...] | None"
+Results: TypeAlias = "ShardTensor | tuple[ShardTensor, ...]"
 
 
 class Plan:
@@ -77,7 +82,7 @@ class Plan:
     name: str = ""
     label: str = ""
     device: str = "cpu"
-    order: tuple[Any, ...] | None = None
+    order: tuple[Places, ...] | None = None
     plain: PlainOperands | None = None
     steps: tuple[tuple[int, Callable[[Any], Any]], ...] = ()
     prepares: bool = False
@@ -130,7 +135,7 @@ class Plan:
         result = self.forward(*held)[0]
         return self.wrapped(result if self.new else apart(result, held))
 
-    def wrapped(self, result: Any) -> Any:
+    def wrapped(self, result: Any) -> Results:
         """Return local results as ShardTensors, not differentiable."""
         if isinstance(self.outputs, tuple):
             return tuple(map(wrap, result, self.outputs))
@@ -199,11 +204,29 @@ class Composed(Plan):
         return self.function(*tensors)
 
 
+class _RunContext(FunctionContext, Protocol):
+    """What :class:`_Run` keeps.
+
+    Attributes:
+        plan: the :class:`Plan`; where there is a contribution, so is the plan's deferred sum.
+        specs: by the tensors' positions, the layouts of gradients; None for plain tensors.
+        others, autocast: for second derivatives: the tensors that are not saved, and autocast's device and dtype.
+    """
+
+    plan: Any
+    contribution: Contribution | None
+    specs: list[Any]
+    others: list[Any]
+    autocast: tuple[str, torch.dtype] | tuple[()]
+
+
 class _Run(AutogradFunction):
     """A plan's run, and its gradient. Saved are tensors and the plan."""
 
     @staticmethod
-    def forward(ctx: Any, plan: Plan, contribution: Contribution | None, given: Sequence[Any], *tensors: Any) -> Any:
+    def forward(
+        ctx: _RunContext, plan: Plan, contribution: Contribution | None, given: Sequence[Any], *tensors: Tensor | None
+    ) -> Results:
         """``given`` are the operator's tensors without the node that sums parameters' gradients, and saved are these:
         what depends on saved tensors has gradients of its own, which are in no bucket.
         """
@@ -233,7 +256,7 @@ class _Run(AutogradFunction):
         return plan.wrapped(result)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
+    def backward(ctx: _RunContext, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         if not torch.is_grad_enabled():
             found = _gradients(ctx, ctx.saved_tensors, grads)
             if ctx.contribution is not None:
@@ -257,7 +280,7 @@ class _Run(AutogradFunction):
         return None, None, None, *not_twice(ctx.plan.name, found, (*grads, *saved))
 
 
-def _gradients(ctx: Any, saved: Sequence[Any], grads: Sequence[Any]) -> list[Any]:
+def _gradients(ctx: _RunContext, saved: Sequence[Any], grads: Sequence[Tensor | None]) -> list[Any]:
     plan = ctx.plan
     caller, here.operator = here.operator, plan.label
     try:
@@ -290,7 +313,7 @@ def _held(tensors: Iterable[Any]) -> list[Any]:
     return held
 
 
-def _second_derivatives(ctx: Any, grads: Sequence[Any]) -> list[Any]:
+def _second_derivatives(ctx: _RunContext, grads: Sequence[Tensor | None]) -> list[Any]:
     """The gradients for second derivatives: the same computation once more, and differentiated by autograd."""
     plan, needed = ctx.plan, ctx.needs_input_grad[3:]
     tensors = list(ctx.others)
@@ -346,14 +369,14 @@ class _FunctionOf(AutogradFunction):
     """
 
     @staticmethod
-    def forward(ctx: Any, result: Tensor, depends: Sequence[bool], *sources: Any) -> Tensor:
+    def forward(ctx: FunctionContext, result: Tensor, depends: Sequence[bool], *sources: Tensor | None) -> Tensor:
         ctx.set_materialize_grads(False)
         ctx.depends = [*depends, *[True] * (len(sources) - len(depends))]
         ctx.like = [(t.shape, t.dtype) if isinstance(t, Tensor) else None for t in sources]
         return alias(result)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor | None) -> Any:
+    def backward(ctx: FunctionContext, grad: Tensor | None) -> tuple[Tensor | None, ...]:
         found: list[Tensor | None] = [None] * len(ctx.like)
         if grad is not None:
             nothing = grad.reshape(-1)[:0].sum()

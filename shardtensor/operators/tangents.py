@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
-from .._compat import transforms_active
+from .._compat import FunctionContext, transforms_active
 from ..context import Setting
 from ..dispatch.gradients import for_tangents
 
@@ -38,10 +38,10 @@ class _Halves(torch.autograd.Function):
         return _hermitian(grad)
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None: ...
+    def setup_context(ctx: FunctionContext, inputs: tuple[Tensor], output: Tensor) -> None: ...
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
+    def backward(ctx: FunctionContext, grad: Tensor) -> Tensor:
         return grad if for_tangents.value else _hermitian(grad)
 
 
@@ -56,18 +56,20 @@ class _Decomposition(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(call: Callable[[Tensor], tuple[Tensor, ...]], pull_back: PullBack, matrix: Tensor) -> Any:
+    def forward(
+        call: Callable[[Tensor], tuple[Tensor, ...]], pull_back: PullBack, matrix: Tensor
+    ) -> tuple[Tensor, ...]:
         return call(matrix)
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+    def setup_context(ctx: FunctionContext, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
         ctx.set_materialize_grads(False)
         ctx.pull_back = inputs[1]
         ctx.mark_non_differentiable(*(t for t in output if not (t.is_floating_point() or t.is_complex())))
         ctx.save_for_backward(*output)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> Any:
+    def backward(ctx: FunctionContext, *grads: Tensor | None) -> tuple[None, None, Tensor | None]:
         return None, None, ctx.pull_back(ctx.saved_tensors, grads)
 
 
@@ -75,7 +77,7 @@ _alike: Callable[..., Any] = _Halves.apply
 _decompose: Callable[..., Any] = _Decomposition.apply
 
 
-def _of_cholesky(matrix: Tensor, upper: bool = False, **_: Any) -> PullBack:
+def _of_cholesky(matrix: Tensor, upper: bool = False, **_: object) -> PullBack:
     def pull_back(results: Sequence[Tensor], grads: Sequence[Tensor | None]) -> Tensor | None:
         factor, grad = results[0], grads[0]
         if grad is None:
@@ -184,5 +186,11 @@ def pushing_tangents() -> Iterator[None]:
 class _OfPlainTensors(TorchFunctionMode):
     """Calls of plain tensors; those of local tensors are made by plans."""
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
         return decomposed(func, args, kwargs or {})

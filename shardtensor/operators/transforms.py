@@ -24,7 +24,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from functools import wraps
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -32,7 +32,16 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 from torch.func import grad, grad_and_value, hessian, jacfwd, jacrev, jvp, linearize, vjp, vmap
 
-from .._compat import AutogradFunction, alias, transforms_active, tree_flatten, tree_leaves, tree_map, tree_unflatten
+from .._compat import (
+    AutogradFunction,
+    FunctionContext,
+    alias,
+    transforms_active,
+    tree_flatten,
+    tree_leaves,
+    tree_map,
+    tree_unflatten,
+)
 from .._compat.functorch import make_dual, replace_transforms, replaced_arguments, sliced_arguments, traces_graph
 from ..dispatch.gradients import NotTwice, for_tangents
 from ..dispatch.registry import TRANSFORMS, Support
@@ -43,6 +52,10 @@ from .mapping import draws_are_captured, mapped, met, random_states
 from .tangents import pushing_tangents
 
 Function = Callable[..., Any]
+# Which arguments are differentiated by; None: all of them.
+Argnums = int | tuple[int, ...] | None
+# Gradients and vectors of results; None: of scalars, one.
+Vectors = Sequence[Tensor | None] | None
 
 
 # -- which way ---------------------------------------------------------------------------------------------------------
@@ -55,7 +68,7 @@ def _either(name: str, torchs: Function) -> Function:
     ours = _OURS[name]
 
     @wraps(torchs)
-    def transform(*args: Any, **kwargs: Any) -> Any:
+    def transform(*args: object, **kwargs: object) -> Any:
         if not dist.is_initialized():
             return torchs(*args, **kwargs)
         if not any(isinstance(t, ShardTensor) for t in tree_leaves((args, kwargs))):
@@ -80,7 +93,7 @@ def _of_no_shards(unpack_dual: Function) -> Function:
     """How torch takes tangents, with a refusal of those that it would keep in the graph of ``linearize``."""
 
     @wraps(unpack_dual)
-    def unpacked(dual: Any, *args: Any, **kwargs: Any) -> Any:
+    def unpacked(dual: object, *args: object, **kwargs: object) -> Any:
         if isinstance(dual, ShardTensor) and traces_graph():
             reason = "its graph would have derivatives by weights, which torch's has as constants"
             raise refuse("torch.func.linearize", [dual], reason, _PUSH)
@@ -95,17 +108,19 @@ def _of_no_shards(unpack_dual: Function) -> Function:
 class _Alias(AutogradFunction):
     """The identity: what is differentiated by is this use of a tensor, and no other one."""
 
+    apply: ClassVar[Callable[[Tensor], Tensor]]
+
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor) -> Tensor:
+    def forward(ctx: FunctionContext, tensor: Tensor) -> Tensor:
         ctx.set_materialize_grads(False)
         return alias(tensor)
 
     @staticmethod
-    def backward(ctx: Any, grad: Any) -> Any:
+    def backward(ctx: FunctionContext, grad: Tensor | None) -> Tensor | None:
         return grad
 
 
-def _leaf(tensor: Any, surrounded: bool) -> Any:
+def _leaf(tensor: object, surrounded: bool) -> Tensor:
     """What represents an argument; it is in the graph around the transform if there is one (``surrounded``)."""
     if not isinstance(tensor, Tensor):
         raise ValueError(f"expected Tensors to differentiate by, got {type(tensor)}")
@@ -124,7 +139,7 @@ class _Differentiated:
         surrounded: whether there may be a graph around the transform.
     """
 
-    def __init__(self, args: tuple[Any, ...], argnums: Any) -> None:
+    def __init__(self, args: tuple[Any, ...], argnums: Argnums) -> None:
         self.surrounded = torch.is_grad_enabled()
         chosen = args if argnums is None else sliced_arguments(args, argnums, as_tuple=False)
         self.given, self.structure = tree_flatten(chosen)
@@ -135,7 +150,7 @@ class _Differentiated:
             new = (new,)
         self.args = new if argnums is None else replaced_arguments(args, new, argnums)
 
-    def is_function_of_others(self, tensors: Iterable[Any]) -> bool:
+    def is_function_of_others(self, tensors: Sequence[Tensor]) -> bool:
         """Whether tensors depend on anything with a gradient but our leaves: whether they may be differentiated on."""
         if not self.surrounded:
             return False
@@ -154,17 +169,19 @@ class _Differentiated:
             nodes += new
         return False
 
-    def released(self, tree: Any) -> Any:
+    def released(self, tree: object) -> Any:
         """Results without the part of the graph that is the transform's own."""
 
-        def release(t: Any) -> Any:
+        def release(t: object) -> object:
             if not isinstance(t, Tensor) or not t.requires_grad or self.is_function_of_others([t]):
                 return t
             return t.detach()
 
         return tree_map(release, tree)
 
-    def pull_back(self, results: Sequence[Tensor], grads: Any, create_graph: bool, retain_graph: bool | None) -> Any:
+    def pull_back(
+        self, results: Sequence[Tensor], grads: Vectors, create_graph: bool, retain_graph: bool | None
+    ) -> Any:
         """The gradients, nested as what is differentiated by was."""
         found = gradients(results, self.leaves, grads, create_graph, retain_graph)
         complete = [_of(t, g) for t, g in zip(self.leaves, found, strict=True)]
@@ -172,7 +189,7 @@ class _Differentiated:
 
 
 def gradients(
-    results: Sequence[Tensor], inputs: Sequence[Tensor], grads: Any, create_graph: bool, retain_graph: bool | None
+    results: Sequence[Tensor], inputs: Sequence[Tensor], grads: Vectors, create_graph: bool, retain_graph: bool | None
 ) -> Sequence[Tensor | None]:
     """``torch.autograd.grad``, which leaves out results that depend on nothing; a graph is made in this thread."""
     if grads is None:
@@ -192,7 +209,7 @@ def gradients(
     return found
 
 
-def _of(tensor: Any, grad: Any) -> Any:
+def _of(tensor: Tensor, grad: Tensor | None) -> Tensor:
     """A gradient as torch.func has it: zeros where there is none; in the layout of its tensor."""
     if grad is None:
         return torch.zeros_like(tensor)
@@ -210,7 +227,14 @@ def _with_aux(result: Any, has_aux: bool, name: str) -> tuple[Any, Any]:
     return result
 
 
-def _grad_and_value(torchs: Function, func: Function, argnums: Any, has_aux: bool, args: Any, kwargs: Any) -> Any:
+def _grad_and_value(
+    torchs: Function,
+    func: Function,
+    argnums: Argnums,
+    has_aux: bool,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> tuple[Any, Any]:
     call = _Differentiated(args, argnums)
     with torch.enable_grad():
         output, aux = _with_aux(func(*call.args, **kwargs), has_aux, "grad_and_value(f)(*args)")
@@ -226,7 +250,9 @@ def _grad_and_value(torchs: Function, func: Function, argnums: Any, has_aux: boo
     return (grads, (output, aux)) if has_aux else (grads, output)
 
 
-def _vjp(torchs: Function, func: Function, *primals: Any, argnums: Any = None, has_aux: bool = False) -> Any:
+def _vjp(
+    torchs: Function, func: Function, *primals: object, argnums: Argnums = None, has_aux: bool = False
+) -> tuple[Any, ...]:
     call = _Differentiated(primals, argnums)
     with torch.enable_grad():
         output, aux = _with_aux(func(*call.args), has_aux, "vjp(f, *primals)")
@@ -239,7 +265,7 @@ def _vjp(torchs: Function, func: Function, *primals: Any, argnums: Any = None, h
             )
     others = call.is_function_of_others(results)
 
-    def pull_back(cotangents: Any, retain_graph: bool = True, create_graph: bool | None = None) -> Any:
+    def pull_back(cotangents: object, retain_graph: bool = True, create_graph: bool | None = None) -> Any:
         if transforms_active():
             raise InsideLevels.at("vjp", tree_leaves(cotangents), {})
         grads, theirs = tree_flatten(cotangents)
@@ -256,7 +282,7 @@ def _vjp(torchs: Function, func: Function, *primals: Any, argnums: Any = None, h
     return (released, pull_back, call.released(aux)) if has_aux else (released, pull_back)
 
 
-def _results(output: Any, name: str) -> tuple[list[Any], Any]:
+def _results(output: object, name: str) -> tuple[list[Any], Any]:
     results, structure = tree_flatten(output)
     for result in results:
         if not isinstance(result, Tensor):
@@ -269,13 +295,13 @@ def _results(output: Any, name: str) -> tuple[list[Any], Any]:
 def _jvp(
     torchs: Function,
     func: Function,
-    primals: Any,
-    tangents: Any,
-    argnums: Any,
+    primals: object,
+    tangents: object,
+    argnums: Argnums,
     *,
     strict: bool = False,
     has_aux: bool,
-) -> Any:
+) -> tuple[Any, ...]:
     name = "jvp(f, primals, tangents)"
     if not isinstance(primals, tuple):
         raise RuntimeError(f"{name}: Expected primals to be a tuple. E.g. it should be valid to call f(*primals).")
@@ -350,14 +376,14 @@ def push_forward(
     return found
 
 
-def _tangent(leaf: Any, tangent: Any) -> Any:
+def _tangent(leaf: Tensor, tangent: Tensor) -> Tensor:
     """The tangent; a plain one of a DTensor as a DTensor, which torch's own nodes need."""
     if isinstance(leaf, ShardTensor) or not isinstance(leaf, DTensor) or isinstance(tangent, DTensor):
         return tangent
     return DTensor.from_local(tangent, leaf.device_mesh, [Replicate()] * leaf.device_mesh.ndim, run_check=False)
 
 
-def _cotangent(result: Any) -> Any:
+def _cotangent(result: Tensor) -> Tensor:
     """A vector that a gradient is linear in: its values do not count."""
     if not isinstance(result, ShardTensor):
         return torch.zeros_like(result, requires_grad=True)

@@ -39,7 +39,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from .._compat import AutogradFunction, after_backward, alias, backward_pass, cast_each, run_last
+from .._compat import AutogradFunction, FunctionContext, after_backward, alias, backward_pass, cast_each, run_last
 from .._compat.c10d import group_along
 from ..communication.redistribute import start_sums
 from ..communication.tracing import is_traced
@@ -113,7 +113,7 @@ class GradientSum:
 
 
 # What becomes of gradients on their way back.
-Back = Callable[[Sequence[Any]], Sequence[Any]]
+Back = Callable[[Sequence[Tensor | None]], Sequence[Tensor | None]]
 
 
 def _through(
@@ -145,7 +145,9 @@ class _Node(AutogradFunction):
     """Identity with ``back`` for its backward, which is ``last`` among those that are ready."""
 
     @staticmethod
-    def forward(ctx: Any, back: Back, last: bool, widens: bool, values: Sequence[Tensor], *tensors: Tensor) -> Any:
+    def forward(
+        ctx: FunctionContext, back: Back, last: bool, widens: bool, values: Sequence[Tensor], *tensors: Tensor
+    ) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
         ctx.back = back
         if last:
@@ -162,7 +164,7 @@ class _Node(AutogradFunction):
         return tuple(made)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
+    def backward(ctx: FunctionContext, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         return (None, None, None, None, *ctx.back(grads))
 
 
@@ -247,12 +249,14 @@ class _Total(AutogradFunction):
     """
 
     @staticmethod
-    def forward(ctx: Any, mesh: DeviceMesh, mesh_dims: Sequence[int], contribution: Tensor, total: Tensor) -> Tensor:
+    def forward(
+        ctx: FunctionContext, mesh: DeviceMesh, mesh_dims: Sequence[int], contribution: Tensor, total: Tensor
+    ) -> Tensor:
         ctx.mesh, ctx.mesh_dims = mesh, mesh_dims
         return alias(total)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
+    def backward(ctx: FunctionContext, grad: Tensor) -> tuple[None, None, Tensor, None]:
         if torch.is_grad_enabled():
             (grad,) = _through([True], [grad], _summing(ctx.mesh, ctx.mesh_dims))
         return None, None, grad, None
@@ -376,7 +380,7 @@ class Contribution:
             bucket.send()
             sent.append(filling.pop(key))
 
-    def add_copies(self, grads: Sequence[Any]) -> Sequence[Any]:
+    def add_copies(self, grads: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
         """The gradients of local work that autograd differentiates, which are added."""
         if torch.is_grad_enabled():
             self.note_summed()
