@@ -53,7 +53,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from .replaced import replace, when_imported
 
 # What torch.autograd.backward does before it calls the engine, and how it calls it.
-gradient_seeds = torch.autograd._make_grads
+gradient_seeds: Callable[..., tuple[torch.Tensor | None, ...]] = torch.autograd._make_grads
 run_engine = torch.autograd.graph._engine_run_backward
 # Whether the engine runs the nodes of accelerators in threads of its own.
 multithreading_enabled: Callable[[], bool] = torch._C._is_multithreading_enabled
@@ -108,12 +108,18 @@ nn_functions = torch._C._nn
 # What scaled_dot_product_attention computes weights with; it has no public name.
 safe_softmax = torch._safe_softmax
 # What torch's own layers call below torch.batch_norm.
-batch_norm_legit = torch._native_batch_norm_legit
+batch_norm_legit: Callable[..., tuple[torch.Tensor, ...]] = torch._native_batch_norm_legit
 batch_norm_legit_no_training = torch._native_batch_norm_legit_no_training
 # Since 2.14 gradients of group norm count as functions of all operands: second derivatives are zeros, not None.
 group_norm_has_zeros: bool = torch.__version__ >= (2, 14)  # type: ignore[operator]  # TorchVersion compares with tuples
 OpOverload = torch._ops.OpOverload
 OpOverloadPacket = torch._ops.OpOverloadPacket
+
+# What has no types in torch.
+Library: Callable[..., Any] = torch.library.Library
+overload_names: Callable[[Any], list[str]] = OpOverloadPacket.overloads
+register_hook: Callable[[torch.Tensor, Callable[[torch.Tensor], Any]], Any] = torch.Tensor.register_hook
+unflatten: Callable[[torch.Tensor, int, Sequence[int]], torch.Tensor] = torch.Tensor.unflatten
 
 Wrapper = TypeVar("Wrapper", bound=torch.Tensor)
 Function = TypeVar("Function", bound=Callable[..., Any])

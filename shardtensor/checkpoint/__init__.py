@@ -262,10 +262,11 @@ def latest(folder: str | os.PathLike[str], *, process_group: dist.ProcessGroup |
     if group is not None:
         with calling("latest"), communicating(group):
             dist.broadcast_object_list(answer, group=group, group_src=0)
+    found: Path | None
     found, problem = answer
     if problem:
         raise RuntimeError(problem)
-    return found  # type: ignore[no-any-return]
+    return found
 
 
 def _last_complete(folder: Path) -> Path | None:

@@ -6,9 +6,9 @@ gradient, keeps what was received, a few rows, and puts them together once more:
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -168,7 +168,7 @@ class _FetchedDim:
 
     def __call__(self, local: Tensor) -> Tensor:
         if torch.is_grad_enabled() and local.requires_grad:
-            return _Fetched.apply(local, self)  # type: ignore[no-any-return]
+            return _Fetched.apply(local, self)
         return self.fetch(local)
 
     def fetch(self, local: Tensor) -> Tensor:
@@ -223,6 +223,8 @@ class _FetchedDim:
 
 
 class _Fetched(AutogradFunction):
+    apply: ClassVar[Callable[[Tensor, _FetchedDim], Tensor]]
+
     @staticmethod
     def forward(ctx: Any, local: Tensor, step: _FetchedDim) -> Tensor:
         ctx.set_materialize_grads(False)

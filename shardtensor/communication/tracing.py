@@ -46,7 +46,15 @@ import torch
 from torch import Tensor
 from torch.fx.traceback import get_current_meta
 
-from .._compat import OpOverload, goes_into_graph, has_ordered_effects, is_traced, no_cuda_graphs_of, no_frames_of
+from .._compat import (
+    Library,
+    OpOverload,
+    goes_into_graph,
+    has_ordered_effects,
+    is_traced,
+    no_cuda_graphs_of,
+    no_frames_of,
+)
 from ..errors import UnsupportedSharding
 
 __all__ = [
@@ -64,7 +72,7 @@ Result = TypeVar("Result")
 
 no_frames_of("shardtensor")
 no_cuda_graphs_of("shardtensor")
-_library = torch.library.Library("shardtensor", "DEF")  # type: ignore[no-untyped-call]
+_library = Library("shardtensor", "DEF")
 
 
 def graph_operator(
@@ -79,8 +87,8 @@ def graph_operator(
     """
 
     def decorate(function: Callable[..., Result]) -> Callable[..., Result]:
-        name = _library.define(schema, tags=(torch.Tag.cudagraph_unsafe,))  # type: ignore[no-untyped-call]
-        _library.impl(name, function, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
+        name = _library.define(schema, tags=(torch.Tag.cudagraph_unsafe,))
+        _library.impl(name, function, "CompositeExplicitAutograd")
         operator: OpOverload = getattr(torch.ops.shardtensor, name).default
         torch.library.register_fake(
             f"shardtensor::{name}", _once(name, without_data) if ordered else without_data, lib=_library

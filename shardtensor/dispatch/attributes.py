@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -12,6 +14,8 @@ from .index_findings import INDICES
 from .registry import DECLINED, Refusal, register
 from .size_errors import local_size_error
 from .tensor import ShardTensor, mark_leaf, promote, redistribute_to, wrap
+
+_DATA: Any = Tensor.data  # the descriptor
 
 
 @register(Tensor.requires_grad_)
@@ -24,7 +28,7 @@ register(Tensor.share_memory_)(
 )
 
 
-@register(Tensor.data.__get__)  # type: ignore[attr-defined]
+@register(_DATA.__get__)
 def _data(self: Tensor, *_: object) -> Tensor:
     """A tensor with its own version, as in torch. Writes to it still update views that are copies."""
     if type(self) is not ShardTensor:
@@ -48,7 +52,7 @@ def _detach_in_program(self: Tensor) -> Tensor:
     return detached
 
 
-@register(Tensor.data.__set__)  # type: ignore[attr-defined]
+@register(_DATA.__set__)
 def _set_data(self: ShardTensor, value: Tensor) -> None:
     """``x.data = value``: x gets the value, in its own layout, and where that is the value's too, its memory."""
     if value.shape != self.shape:
@@ -61,7 +65,7 @@ def _set_data(self: ShardTensor, value: Tensor) -> None:
         local = redistribute_to(value, spec).to_local()
     if value.dtype != self.dtype:
         with DisableTorchFunction():
-            Tensor.data.__set__(self, wrap(local, spec))  # type: ignore[attr-defined]
+            _DATA.__set__(self, wrap(local, spec))
     self._local_tensor, self._spec = local, spec
     self._copied, self._viewed, self._found = (), None, None
 

@@ -91,8 +91,8 @@ def lose(view: Tensor, viewed: Tensor) -> None:
     lost._copied, lost._viewed = _OUT_OF_DATE, (viewed, -1)
 
 
-def _local(tensor: Tensor) -> Tensor:
-    local: Tensor = tensor._local_tensor  # type: ignore[attr-defined]
+def _local(tensor: Any) -> Tensor:
+    local: Tensor = tensor._local_tensor
     return local
 
 

@@ -50,7 +50,7 @@ def _seeds(outputs: Sequence[Node], grads: Seeds) -> tuple[Tensor | None, ...]:
         raise RuntimeError(f"got {len(outputs)} tensors and {len(given)} gradients")
     for i, (output, grad) in enumerate(zip(outputs, given, strict=True)):
         if not isinstance(output, ShardTensor):
-            given[i] = gradient_seeds((output,), (grad,), is_grads_batched=False)[0]  # type: ignore[arg-type]
+            given[i] = gradient_seeds((output,), (grad,), is_grads_batched=False)[0]
         elif grad is None:
             given[i] = _one(output)
         elif not isinstance(grad, Tensor):

@@ -23,7 +23,7 @@ It is kept as long as the tensor lives; for a view it is kept with the tensor th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, MutableMapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -40,7 +40,7 @@ T = TypeVar("T")
 MAX_FOUND = 32  # for one tensor and its views
 INDICES = (torch.int64, torch.int32)  # the dtypes of tensors of which something is found
 _SAME = ("aten::detach", "aten::alias")  # views that are no steps
-_of_plain = WeakTensorKeyDictionary()
+_of_plain: MutableMapping[Tensor, dict[Hashable, tuple[int, Any]]] = WeakTensorKeyDictionary()
 forgets(_of_plain.clear)
 
 
@@ -103,7 +103,7 @@ def _place_of(tensor: Any) -> Place:
         if base is None or base.layout is not torch.strided:  # of sparse ones, all parts are views alike
             base = tensor
         steps = () if base is tensor else (tensor.storage_offset(), tensor.shape, tensor.stride())
-        entries: dict[Hashable, tuple[int, Any]] = _of_plain.setdefault(base, {})  # type: ignore[no-untyped-call]
+        entries = _of_plain.setdefault(base, {})
         return Place(entries, steps)
     if tensor._found is None:
         tensor._found = Place({})

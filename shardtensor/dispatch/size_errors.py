@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from .._compat import OpOverload, OpOverloadPacket, dispatched
+from .._compat import OpOverload, OpOverloadPacket, dispatched, overload_names
 from ..errors import (
     PLAIN_TARGET,
     LocalSizeError,
@@ -117,7 +117,7 @@ def writes(func: Callable[..., Any]) -> bool:
     if isinstance(func, OpOverload):
         return is_inplace(func) and func.overloadpacket not in _OF_NO_VALUES
     if isinstance(func, OpOverloadPacket):
-        overloads = func.overloads()  # type: ignore[no-untyped-call]
+        overloads = overload_names(func)
         return any(writes(op) for op in map(partial(getattr, func), overloads) if dispatched(op))
     name, module = getattr(func, "__name__", ""), getattr(getattr(func, "__objclass__", func), "__module__", None)
     if (module or "").partition(".")[0] != "torch":

@@ -35,6 +35,7 @@ from .._compat import (
     new_wide_wrapper,
     new_wrapper,
     not_in_graphs,
+    register_hook,
     same_memory,
     saved_tensors_hooked,
     transforms_active,
@@ -276,7 +277,8 @@ class ShardTensor(DTensor):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardTensor:
         if id(self) in memo:
-            return memo[id(self)]  # type: ignore[no-any-return]
+            known: ShardTensor = memo[id(self)]
+            return known
         if not self.is_leaf:
             raise RuntimeError("only leaf ShardTensors support deepcopy, as with plain tensors; detach() it first")
         new = mark_leaf(wrap(copy.deepcopy(self._local_tensor, memo), self._spec), self.requires_grad)
@@ -310,7 +312,7 @@ class ShardTensor(DTensor):
     # Every length counts: a graph is valid for one layout, as its guard, a copy of the spec, says.
     _dynamo_static_indices = set(range(MAX_NDIM))
 
-    def __tensor_flatten__(self):  # type: ignore[no-untyped-def]
+    def __tensor_flatten__(self) -> Any:
         if self._viewed is not None and not is_traced(self._local_tensor):
             raise refuse(
                 "torch.compile",
@@ -322,7 +324,9 @@ class ShardTensor(DTensor):
         return super().__tensor_flatten__()  # type: ignore[no-untyped-call]
 
     @staticmethod
-    def __tensor_unflatten__(inner_tensors, flatten_spec, outer_size, outer_stride):  # type: ignore[no-untyped-def]
+    def __tensor_unflatten__(
+        inner_tensors: dict[str, Any], flatten_spec: Any, outer_size: Sequence[int], outer_stride: Sequence[int]
+    ) -> ShardTensor:
         mesh, placements, order, dtype, requires_grad = unflattened(inner_tensors, flatten_spec)
         meta = TensorMeta(torch.Size(outer_size), tuple(outer_stride), dtype)
         spec = ShardTensorSpec.of(mesh, placements, meta, order.sizes)
@@ -333,7 +337,9 @@ class ShardTensor(DTensor):
     def __coerce_tangent_metadata__(self) -> ShardTensor:
         return redistribute_to(self, self._spec.for_gradient())
 
-    def __coerce_same_metadata_as_tangent__(self, flatten_spec, expected_type=None):  # type: ignore[no-untyped-def]
+    def __coerce_same_metadata_as_tangent__(
+        self, flatten_spec: Any, expected_type: type | None = None
+    ) -> ShardTensor | None:
         if expected_type is not None:
             return None
         _, placements, order, _, _ = unflattened({"device_mesh": self.device_mesh}, flatten_spec)
@@ -631,7 +637,7 @@ def mark_leaf(tensor: ShardTensor, requires_grad: bool = True) -> ShardTensor:
         tensor.requires_grad_(requires_grad)
         if requires_grad and not before:
             spec = tensor._spec
-            tensor.register_hook(partial(_as_leaf_gradient, spec))  # type: ignore[no-untyped-call]
+            register_hook(tensor, partial(_as_leaf_gradient, spec))
     return tensor
 
 

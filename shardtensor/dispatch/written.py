@@ -93,7 +93,13 @@ class WrittenTensor(Tensor):
         return call_on_sharded(func, args, kwargs or {})
 
     @classmethod
-    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def, override]
+    def __torch_dispatch__(  # type: ignore[override]
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
         return _called(func, args, kwargs or {})  # autograd is done with the call
 
     def __tensor_flatten__(self) -> NoReturn:
@@ -127,14 +133,14 @@ def call_on_sharded(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[
     return _called(func, args, kwargs)
 
 
-def _called(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+def _called(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     first = args[0] if args and type(args[0]) is WrittenTensor else None
     args, kwargs = converted(lambda a: a.sharded if type(a) is WrittenTensor else a, args, kwargs)
     name = func.__name__
     if name == "__get__":  # of an attribute, which ShardTensor may define itself; and so with methods
-        return getattr(args[0], func.__self__.__name__)  # type: ignore[attr-defined]
+        return getattr(args[0], func.__self__.__name__)
     if name == "__set__":
-        result = setattr(args[0], func.__self__.__name__, args[1])  # type: ignore[attr-defined, func-returns-value]
+        result = setattr(args[0], func.__self__.__name__, args[1])  # type: ignore[func-returns-value]
     else:
         is_method = first is not None and getattr(Tensor, name, None) is func
         result = (getattr(type(args[0]), name) if is_method else func)(*args, **kwargs)

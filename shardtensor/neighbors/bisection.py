@@ -10,6 +10,7 @@ less. What boxes rule out is ruled out exactly, ties included.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -63,9 +64,9 @@ class Boxes:
                 low[i], high[i] = run.aminmax(dim=0)
         return Boxes(low, high)
 
-    def at(self, index: object) -> Boxes:
+    def at(self, index: Any) -> Boxes:
         """Some of the boxes, or all with further dims."""
-        return Boxes(self.low[index], self.high[index])  # type: ignore[index]
+        return Boxes(self.low[index], self.high[index])
 
     def flat(self) -> Boxes:
         """The first two dims as one."""

@@ -14,7 +14,7 @@ from torch._C._distributed_c10d import _unregister_all_process_groups
 from torch.distributed import distributed_c10d
 from torch.distributed.tensor import DTensor
 
-from .._compat import OpOverload, tree_leaves
+from .._compat import Library, OpOverload, tree_leaves
 from .._compat.c10d import process_group
 
 Kernel: TypeAlias = Callable[..., Any]
@@ -91,13 +91,14 @@ def put_in_front(names: Iterable[str], make: Callable[[str, Kernel, bool], Kerne
         make: gives the new kernel, of the operator's name, torch's kernel, and whether the operator returns tensors in
             front of the work.
     """
-    library = torch.library.Library("c10d", "IMPL")  # type: ignore[no-untyped-call]
+    library = Library("c10d", "IMPL")
     for name in names:
         operator = getattr(torch.ops.c10d, name).default
         new = make(name, _kernel_of_device(operator), len(operator._schema.returns) > 1)
-        library.impl(name, new, "BackendSelect")  # type: ignore[no-untyped-call]
+        library.impl(name, new, "BackendSelect")
 
-    return library._destroy
+    remove: Callable[[], None] = library._destroy
+    return remove
 
 
 def _kernel_of_device(operator: OpOverload) -> Kernel:

@@ -94,6 +94,7 @@ def without_groups(function: Callable[..., T], *args: Any) -> T:
         warnings.simplefilter("ignore", DeprecationWarning)
         process.start()
     sending.close()
+    result: T
     try:
         result, error, shown = pickle.loads(receiving.recv_bytes())
     except EOFError:
@@ -107,7 +108,7 @@ def without_groups(function: Callable[..., T], *args: Any) -> T:
     process.join()
     if error is not None:
         raise error from RuntimeError(f"in a copy of this process, as a process group runs in it:\n{shown}")
-    return result  # type: ignore[no-any-return]
+    return result
 
 
 def _report(sending: Connection, function: Callable[..., Any], args: tuple[Any, ...]) -> None:

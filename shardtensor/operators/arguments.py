@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from .._compat import OpOverload, OpOverloadPacket, TensorMeta, hidden_from_program
+from .._compat import OpOverload, OpOverloadPacket, TensorMeta, hidden_from_program, overload_names
 from ..dispatch.planning import converted, meta_of, replicated_spec, spec_of, without_data
 from ..dispatch.tensor import ShardTensor, promote, redistribute_to
 from ..errors import UnsupportedSharding, different_meshes, refuse
@@ -175,7 +175,7 @@ def argument_names(spelling: Callable[..., Any]) -> list[tuple[str, ...]]:
     if isinstance(spelling, OpOverload):
         return [tuple(a.name for a in spelling._schema.arguments)]
     if isinstance(spelling, OpOverloadPacket):
-        schemas = [getattr(spelling, name)._schema for name in spelling.overloads()]  # type: ignore[no-untyped-call]
+        schemas = [getattr(spelling, name)._schema for name in overload_names(spelling)]
         schemas = [schema for schema in schemas if not any(a.is_out for a in schema.arguments)] or schemas[:1]
         return [tuple(a.name for a in schema.arguments if not a.kwarg_only) for schema in schemas]
     with suppress(TypeError, ValueError):

@@ -292,8 +292,8 @@ class _Bucket:
     def send(self) -> None:
         if self._streams:
             wait_for_streams(self._streams, self._tensors)
-        options = {"overwrite": True, "apart_on": self._device, "dtypes": self._dtypes}
-        self.finish = start_sum(self._tensors, self._mesh, self.mesh_dims, **options)  # type: ignore[arg-type]
+        options: dict[str, Any] = {"overwrite": True, "apart_on": self._device, "dtypes": self._dtypes}
+        self.finish = start_sum(self._tensors, self._mesh, self.mesh_dims, **options)
 
     def wait(self) -> None:
         """For the sums; those over further mesh dims are sent here."""

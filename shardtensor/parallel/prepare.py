@@ -27,7 +27,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import Placement
 
-from .._compat import flattened
+from .._compat import flattened, register_hook
 from ..communication.redistribute import redistribute_local
 from ..dispatch.planning import spec_of
 from ..layout.placements import AxisLayout, given_mesh
@@ -324,7 +324,7 @@ def _watch(module: nn.Module, _: object) -> None:
     # In each forward pass, as FSDP2 replaces the sharded parameters by gathered ones just before it.
     for parameter in module.parameters(recurse=False):
         if isinstance(parameter, DTensor) and parameter.requires_grad and not hasattr(parameter, "_contributes"):
-            parameter.register_hook(_as_contribution)  # type: ignore[no-untyped-call]
+            register_hook(parameter, _as_contribution)
             parameter._contributes = True  # type: ignore[attr-defined]
 
 

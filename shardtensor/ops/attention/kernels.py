@@ -24,7 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..._compat import hidden_from_program
+from ..._compat import hidden_from_program, unflatten
 from ...communication.tracing import graph_operator, is_traced
 from ..common.alignment import cast
 
@@ -217,7 +217,7 @@ def _like_queries(t: Tensor, q: Tensor) -> Tensor:
 def _from_heads(grad: Tensor, shape: Sequence[int]) -> Tensor:
     if grad.shape[-3:-2] == shape[-3:-2]:
         return grad
-    shared: Tensor = grad.unflatten(-3, (shape[-3], -1))  # type: ignore[no-untyped-call]
+    shared: Tensor = unflatten(grad, -3, (shape[-3], -1))
     return shared.sum(-3, dtype=torch.promote_types(grad.dtype, torch.float32))
 
 
@@ -445,10 +445,14 @@ def _summed(of_scores: Tensor, mask: Tensor) -> Tensor:
 
 # -- which one ---------------------------------------------------------------------------------------------------------
 
+# The switches of ``torch.nn.attention.sdpa_kernel``; that of flash is every device's, in spite of the name.
+_flash_enabled: Callable[[], bool] = torch.backends.cuda.flash_sdp_enabled
+_efficient_enabled: Callable[[], bool] = torch.backends.cuda.mem_efficient_sdp_enabled
+
 
 def has_fused_kernels(device_type: str, dtype: torch.dtype) -> bool:
     """Whether there are fused kernels for a dtype; the same on all ranks, whatever GPUs they have."""
-    if not (torch.backends.cuda.flash_sdp_enabled() or torch.backends.cuda.mem_efficient_sdp_enabled()):  # type: ignore[no-untyped-call]
+    if not (_flash_enabled() or _efficient_enabled()):
         return False
     return device_type == "cpu" or (dtype != torch.float64 and _runs(Efficient, device_type, torch.float32, 8, 8))
 
@@ -459,14 +463,13 @@ def fused_kernel(device_type: str, dtype: torch.dtype, size: int, size_v: int, m
     Args:
         size, size_v: of a head, of keys and of values.
     """
-    # The switches of ``torch.nn.attention.sdpa_kernel``; that of flash is every device's, in spite of the name.
-    flash = torch.backends.cuda.flash_sdp_enabled() and size == size_v > 0  # type: ignore[no-untyped-call]
+    flash = _flash_enabled() and size == size_v > 0
     if device_type == "cpu":
         return FlashOfCPU(scale) if flash else Explicit(scale)
     if flash and not masked and dtype in (torch.bfloat16, torch.float16):
         if _runs(Flash, device_type, dtype, size, size_v):
             return Flash(scale)
-    efficient = torch.backends.cuda.mem_efficient_sdp_enabled() and 0 not in (size, size_v)  # type: ignore[no-untyped-call]
+    efficient = _efficient_enabled() and 0 not in (size, size_v)
     if efficient and dtype != torch.float64 and _runs(Efficient, device_type, dtype, size, size_v):
         return Efficient(scale)
     return Explicit(scale)

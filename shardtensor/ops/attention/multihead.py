@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.tensor import Shard
 
-from ..._compat import TensorMeta
+from ..._compat import TensorMeta, unflatten
 from ...dispatch.registry import register
 from ...layout.placements import AxisLayout
 from ...layout.spec import ShardTensorSpec
@@ -160,8 +160,10 @@ class MultiheadPlan(Plan):
         found[7:9] = gradients_of_weights(needed[7:9], grad, merged, out_weight, out_bias, self.widens)
         of_attended = torch.mm(grad, cast(out_weight, grad.dtype)).view(*query.shape[:2], *q.shape[1::2])
         given = q, k, v, None, *kept
-        of_each = self.attention.backward((True, True, True, False), [of_attended.permute(1, 2, 0, 3)], *given)
-        packed = torch.stack([g.permute(2, 0, 1, 3) for g in of_each[:3]], 2).view(grad.shape[0], in_weight.shape[0])  # type: ignore[union-attr]
+        of_each: Sequence[Any] = self.attention.backward(
+            (True, True, True, False), [of_attended.permute(1, 2, 0, 3)], *given
+        )
+        packed = torch.stack([g.permute(2, 0, 1, 3) for g in of_each[:3]], 2).view(grad.shape[0], in_weight.shape[0])
         found[3:5] = gradients_of_weights(needed[3:5], packed, query.flatten(0, 1), in_weight, in_bias, self.widens)
         finish = None if self.total is None else self.total.start(found, overwrite=True)
         of_query = torch.mm(packed, cast(in_weight, packed.dtype)).view(query.shape) if needed[0] else None
@@ -183,7 +185,7 @@ def _of_tensors(
         attend: the attention of queries, keys and values by heads where nothing masks them; None: torch's.
         tensors: the others, in the order of ``_TENSORS``.
     """
-    given = dict(zip(_TENSORS, tensors, strict=True))
+    given: Mapping[str, Any] = dict(zip(_TENSORS, tensors, strict=True))
     q, k, v = _project(given, options["use_separate_proj_weight"])
     padding = given["key_padding_mask"]
     batched = q.ndim == 3
@@ -197,8 +199,8 @@ def _of_tensors(
         k, v = torch.cat([k, bias_k.repeat(1, batch, 1)]), torch.cat([v, bias_v.repeat(1, batch, 1)])
         extra += 1
     q = _by_heads(q, heads)
-    k = _by_heads(k, heads) if static_k is None else static_k.unflatten(0, (batch, heads))  # type: ignore[no-untyped-call]
-    v = _by_heads(v, heads) if static_v is None else static_v.unflatten(0, (batch, heads))  # type: ignore[no-untyped-call]
+    k = _by_heads(k, heads) if static_k is None else static_k.unflatten(0, (batch, heads))
+    v = _by_heads(v, heads) if static_v is None else static_v.unflatten(0, (batch, heads))
     if options["add_zero_attn"]:
         zero = torch.zeros((batch, heads, 1, q.shape[-1]), dtype=k.dtype, device=k.device)
         k, v = torch.cat([k, zero], dim=2), torch.cat([v, zero], dim=2)
@@ -210,7 +212,7 @@ def _of_tensors(
     else:
         mask = _mask(given["attn_mask"], padding, batch, heads, extra, q.dtype)
         attended, shares = _attend(options, False, q, k, v, mask)
-    out = F.linear(_merged(attended), given["out_proj_weight"], given["out_proj_bias"])  # type: ignore[arg-type]
+    out = F.linear(_merged(attended), given["out_proj_weight"], given["out_proj_bias"])
     if batched:
         return out, shares
     return out.squeeze(1), None if shares is None else shares.squeeze(0)
@@ -250,7 +252,7 @@ def _project(given: Mapping[str, Any], separate: bool) -> Sequence[Tensor]:
 
 def _by_heads(t: Tensor, heads: int) -> Tensor:
     """(sequence, batch, features) as (batch, heads, sequence, features of a head)."""
-    return t.unflatten(-1, (heads, -1)).permute(1, 2, 0, 3)  # type: ignore[no-any-return, no-untyped-call]
+    return unflatten(t, -1, (heads, -1)).permute(1, 2, 0, 3)
 
 
 def _merged(attended: Tensor) -> Tensor:
@@ -264,7 +266,7 @@ def _mask(
     """Both masks as one that is added to the scores; ``extra`` keys at the end are seen by everybody."""
     both = None
     if attn_mask is not None:
-        both = attn_mask if attn_mask.ndim == 2 else attn_mask.unflatten(0, (batch, heads))  # type: ignore[no-untyped-call]
+        both = attn_mask if attn_mask.ndim == 2 else unflatten(attn_mask, 0, (batch, heads))
         both = _additive(F.pad(both, (0, extra)) if extra else both, dtype)
     if padding is not None:
         padding = _additive(F.pad(padding, (0, extra)) if extra else padding, dtype)[:, None, None]

@@ -6,10 +6,10 @@ Backward their gradients return to the owners, who add them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -143,7 +143,7 @@ class AttentionWork:
                 mask = mask.narrow(-3, heads[0][rank][0], q.shape[-3])
         out = self.attend(q, k, v, mask, dropout)
         (out,) = _Swap.apply(dims[::-1], heads[:1], sequences[:1], rank, self.group, out)
-        return out  # type: ignore[no-any-return]
+        return out
 
     def balanced(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout: Dropout | None) -> Tensor:
         """Exchange parts of the sequence, so that each rank computes as much, and back: [Note: balance]."""
@@ -153,7 +153,7 @@ class AttentionWork:
         q, k, v = _Move.apply(balance.shards, balance.parts, rank, self.group, q, k, v)
         out = self.attend(q, k, v, mask, dropout)
         (out,) = _Move.apply(balance.parts[:1], balance.shards[:1], rank, self.group, out)
-        return out  # type: ignore[no-any-return]
+        return out
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout: Dropout | None) -> Tensor:
         """The result for the local queries; blocks of keys come from other ranks where the layout says so."""
@@ -469,6 +469,8 @@ class _Gradients:
 class _Swap(AutogradFunction):
     """Shards of one dim to shards of another, for several tensors in one exchange."""
 
+    apply: ClassVar[Callable[..., tuple[Tensor, ...]]]
+
     @staticmethod
     def forward(ctx: Any, dims: Any, own: Any, blocks: Any, rank: int, group: Any, *tensors: Tensor) -> Any:
         ctx.args = dims[::-1], blocks, own, rank, group
@@ -481,6 +483,8 @@ class _Swap(AutogradFunction):
 
 class _Move(AutogradFunction):
     """Some parts of sequences to others, for several tensors in one exchange; see :class:`.layout.Balance`."""
+
+    apply: ClassVar[Callable[..., tuple[Tensor, ...]]]
 
     @staticmethod
     def forward(ctx: Any, before: Any, after: Any, rank: int, group: Any, *tensors: Tensor) -> Any:

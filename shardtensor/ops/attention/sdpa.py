@@ -29,7 +29,7 @@ from ...layout.spec import ShardTensorSpec
 from ...layout.strides import contiguous_stride
 from ...operators.arguments import common_mesh
 from ...operators.declaration import Arguments, Composed, LocalPlan, Plan, planned
-from ..common.alignment import as_operand, redistributed, refuse_gathering
+from ..common.alignment import as_operand, broadcast_shape, redistributed, refuse_gathering
 from ..elementwise.random import common_draw
 from .kernels import DTYPES, Dropout
 from .layout import NAME, AttentionLayout, layout_of
@@ -180,7 +180,7 @@ def _attention(
         call.cast(call.autocast() if dtype.is_floating_point and dtype != torch.float64 else None, name)
     tail = 3 if enable_gqa else 2  # with grouped queries, keys and values keep heads of their own
     shapes = {spec.shape[:-tail] for spec in (query, key, value)}
-    batch = torch.broadcast_shapes(*shapes) if len(shapes) > 1 else None  # type: ignore[no-untyped-call]
+    batch = broadcast_shape(*shapes) if len(shapes) > 1 else None
     if batch is not None or (attn_mask is not None and len(attn_mask.shape) < 2):
         return Composed(partial(_in_common_shapes, batch, tail, (*options.values(), shift)))
     if attn_mask is not None:
@@ -240,14 +240,14 @@ def _in_common_shapes(
     query: ShardTensor,
     key: ShardTensor,
     value: ShardTensor,
-    mask: ShardTensor | None,
+    mask: Tensor | None,
 ) -> ShardTensor:
     """Attention, once the operands have the same batch dims and the mask at least two dims."""
     operands: list[Tensor] = [query, key, value]
     if batch is not None:
         operands = [t.expand(*batch, *t.shape[-tail:]) for t in operands]
     while mask is not None and mask.ndim < 2:
-        mask = mask.unsqueeze(0)  # type: ignore[assignment]
+        mask = mask.unsqueeze(0)
     return _attention(*operands, mask, *options)  # type: ignore[no-any-return]
 
 
@@ -332,6 +332,6 @@ def _flash_backward(
         for t in (grad_out, out, logsumexp)
     ]
     needed = True, True, True, False
-    grads = backward(work, work.kernel(), needed, results[0], *local, *results[1:])
+    grads: Sequence[Any] = backward(work, work.kernel(), needed, results[0], *local, *results[1:])
     layouts = [gradient_spec(target, work.layout) or target for target in work.layout.targets[:3]]
-    return tuple(map(wrap, grads[:3], layouts))  # type: ignore[arg-type]
+    return tuple(map(wrap, grads[:3], layouts))

@@ -31,7 +31,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.tensor import Shard
 
-from ..._compat import OpOverload
+from ..._compat import OpOverload, overload_names
 from ..._compat.c10d import group_along
 from ...communication.tracing import goes_into_graph, graph_operator, is_traced
 from ...dispatch.aten_calls import run
@@ -248,7 +248,7 @@ _LIKE = [
     getattr(packet, overload)
     for packet in (_aten.rand_like, _aten.randn_like, _aten.randint_like)
     for overload in ("default", "low_dtype", "generator", "low_generator_dtype")
-    if overload in packet.overloads()  # type: ignore[no-untyped-call]
+    if overload in overload_names(packet)
 ]
 
 
@@ -337,10 +337,11 @@ def plan_native_dropout(call: AtenCall) -> AtenPlan:
     p, train = call.args[1], call.args[2]
     outs = [spec.replace(meta=meta_of(m)) for m in call.meta]
     sharded = is_sharded(spec)
+    native_dropout: Callable[..., tuple[Tensor, Tensor]] = _aten.native_dropout.default
 
     def dropout(x: Tensor, *_: object) -> tuple[Tensor, Tensor]:
         if not sharded:
-            return _aten.native_dropout.default(x, p, train)  # type: ignore[no-any-return]
+            return native_dropout(x, p, train)
         if train is False:
             return x.clone(), torch.ones_like(x, dtype=torch.bool)
         mask = drawn_into(torch.empty_like(x, dtype=torch.bool), "bernoulli_", 1 - p, spec=spec)

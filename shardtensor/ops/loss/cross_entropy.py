@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.tensor import Replicate, Shard
 
+from ..._compat import unflatten
 from ..._compat.c10d import group_along
 from ...communication.redistribute import all_reduce, start_all_reduce
 from ...dispatch.tensor import redistribute_to
@@ -323,7 +324,7 @@ def plan_linear_cross_entropy(
         w, bias = found["linear_weight"], found["linear_bias"]
         logits = F.linear(found["input"], w.flatten(0, -2), None if bias is None else bias.flatten())
         found_loss = F.cross_entropy(
-            logits if w.ndim == 2 else logits.unflatten(-1, w.shape[:-1]),  # type: ignore[no-untyped-call]
+            logits if w.ndim == 2 else unflatten(logits, -1, w.shape[:-1]),
             found["target"],
             found["weight"],
             ignore_index=-100 if ignored is None else ignored,

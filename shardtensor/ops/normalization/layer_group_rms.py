@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..._compat import group_norm_has_zeros
+from ..._compat import group_norm_has_zeros, unflatten
 from ...dispatch.tensor import ShardTensor, redistribute_to
 from ...layout.spec import ShardTensorSpec
 from ...operators.declaration import Arguments, Composed, LocalPlan, Operand, Plan, operator
@@ -86,7 +86,7 @@ def plan_native_group_norm(
 
     def compute(x: Any, weight: Any, bias: Any) -> tuple[Any, ...]:
         y = torch.group_norm(x, group, weight, bias, eps)
-        x = redistribute_to(x, grouped).unflatten(1, (group, C // group))  # type: ignore[no-untyped-call]
+        x = unflatten(redistribute_to(x, grouped), 1, (group, C // group))
         over = list(range(2, x.ndim))
         return y, *(t.squeeze(over) for t in moments_of(x, over, eps, dtype))
 

@@ -7,7 +7,7 @@ compute in it themselves, and rounds what it returns, but not what it sends.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -239,7 +239,7 @@ class LocalBatchNorm(LocalNorm):
         views = _channels(x, not x.is_contiguous())
         if self.updates and not torch.is_grad_enabled() and buffers:
             # The one that says that it writes to them.
-            y, *kept = batch_norm_legit(views, w, b, *buffers, *settings)  # type: ignore[call-overload]
+            y, *kept = batch_norm_legit(views, w, b, *buffers, *settings)
         else:  # grad is enabled where it is run once more for second derivatives, which is not to count once more
             fixed: Any = (None, None) if self.use_input else buffers
             y, *kept = torch.native_batch_norm(views, w, b, *fixed, *settings)
@@ -546,11 +546,13 @@ class ShardedNorm(Norm):
     def _average(self, t: Tensor) -> Tensor:
         total = _SumOverRanks.apply(t.sum(self.geometry.dims, keepdim=True), self.merges, self.replicas)
         count, replicas = max(self.geometry.count, 1), self.replicas
-        return total / (count if replicas is None else replicas.sum(t.new_tensor(count)))  # type: ignore[no-any-return]
+        return total / (count if replicas is None else replicas.sum(t.new_tensor(count)))
 
 
 class _SumOverRanks(AutogradFunction):
     """The sum of the ranks' contributions. Every rank uses it, so its adjoint is a sum as well."""
+
+    apply: ClassVar[Callable[[Tensor, Sequence[Merge], Replicas | None], Tensor]]
 
     @staticmethod
     def forward(ctx: Any, value: Tensor, merges: Sequence[Merge], replicas: Replicas | None) -> Tensor:

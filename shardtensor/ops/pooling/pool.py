@@ -193,9 +193,9 @@ def local_plan(
             # Yet this rank takes part in the exchange of the backward pass, and of those of its derivatives.
             values, _ = without_elements.forward(read)
             return values if indices is None else (values, local.new_empty(shape, dtype=torch.int64))
-        found = kernel(read)
+        found: Any = kernel(read)
         if indices is None:
-            return taken(found)  # type: ignore[arg-type]
+            return taken(found)
         return taken(found[0]), indices(taken(found[1]))
 
     return LocalPlan(pool, outputs)
@@ -353,7 +353,7 @@ class _Picked(AutogradFunction):
 
 
 def _declare_unpool(n: int) -> None:
-    function = getattr(F, f"max_unpool{n}d")
+    function: Callable[..., Tensor] = getattr(F, f"max_unpool{n}d")
 
     @operator(function, tensors="input indices")
     def plan_max_unpool(
@@ -370,7 +370,7 @@ def _declare_unpool(n: int) -> None:
         names, out = image_names(len(input.shape), n), list(shape[-n:])
 
         def unpool(x: Tensor, places: Tensor) -> Tensor:
-            return function(x, places, kernel_size, stride, padding, out)  # type: ignore[no-any-return]
+            return function(x, places, kernel_size, stride, padding, out)
 
         given = torch.empty_strided(input.shape, input.stride, device="meta")
         # The kernel gives it the input's memory format; on tensors without data torch calls it row-major.
@@ -391,7 +391,7 @@ for _n in (1, 2, 3):
 
 def _declare_fractional_pool(n: int) -> None:
     name = f"fractional_max_pool{n}d"
-    function = getattr(F, f"{name}_with_indices")
+    function: Callable[..., tuple[Tensor, Tensor]] = getattr(F, f"{name}_with_indices")
 
     @operator(getattr(F, name), function, tensors="input _random_samples")
     def plan_fractional_max_pool(
@@ -413,7 +413,7 @@ def _declare_fractional_pool(n: int) -> None:
                 # A few numbers per channel, drawn as on one device: by every rank for the global tensor.
                 drawn = torch.rand(batch, channels, n, dtype=dtype, device=x.device)
                 pooled = function(x, kernel_size, output_size, output_ratio, True, drawn)
-                return pooled if indices else pooled[0]  # type: ignore[no-any-return]
+                return pooled if indices else pooled[0]
 
             return Composed(draw_and_pool)
         shape = call.returned(function, input, kernel_size, output_size, output_ratio, True, _random_samples)[0].shape
@@ -421,10 +421,10 @@ def _declare_fractional_pool(n: int) -> None:
 
         def pool(x: Tensor, at: Tensor) -> Tensor | tuple[Tensor, Tensor]:
             pooled = function(x, kernel_size, out, None, True, at)
-            return pooled if indices else pooled[0]  # type: ignore[no-any-return]
+            return pooled if indices else pooled[0]
 
         def probe(x: Tensor) -> Tensor:
-            return function(x, 1, 1, None, True, x.new_zeros(1, 1, n))[0]  # type: ignore[no-any-return]
+            return function(x, 1, 1, None, True, x.new_zeros(1, 1, n))[0]
 
         # In three dims torch takes no input of length 1.
         results = [Result(shape, names, result_dtype(call, dtype, probe, [1, 1, *[2] * n]))]

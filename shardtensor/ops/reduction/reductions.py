@@ -68,10 +68,11 @@ def reduction_plan(
 
         local = neutral
     elif local is None and out.held_dtype != out.tensor_meta.dtype:
-        func, held = call.func, out.held_dtype
+        func: Callable[..., Tensor] = call.func
+        held = out.held_dtype
 
         def held_local(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-            return func(x, *args, **{**kwargs, "dtype": held})  # type: ignore[no-any-return]
+            return func(x, *args, **{**kwargs, "dtype": held})
 
         local = held_local
     return call.plan(out, {(0,): spec}, call=local)

@@ -76,10 +76,10 @@ def plan_scan(call: AtenCall) -> AtenPlan:
     return call.plan(out, {(0,): spec}, call=lambda x, *_, **__: _scanned(x, spec, dim, kind, dtype, False))
 
 
-def _scan(x: Tensor, dim: int, kind: str, dtype: torch.dtype, reverse: bool = False) -> ShardTensor:
-    spec: ShardTensorSpec = x._spec  # type: ignore[attr-defined]
+def _scan(x: Any, dim: int, kind: str, dtype: torch.dtype, reverse: bool = False) -> ShardTensor:
+    spec: ShardTensorSpec = x._spec
     out = spec.with_dtype(dtype)
-    return wrap(_scanned(x._local_tensor, spec, dim, kind, dtype, reverse), out)  # type: ignore[attr-defined]
+    return wrap(_scanned(x._local_tensor, spec, dim, kind, dtype, reverse), out)
 
 
 class _CumulativeSum(AutogradFunction):

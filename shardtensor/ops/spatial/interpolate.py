@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..._compat import kernel, nn_functions
 from ...communication.halo import Fetch
-from ...dispatch.registry import FUNCTIONS
+from ...dispatch.registry import DECLINED, FUNCTIONS
 from ...layout.geometry import Interval, intervals_of, length, map_boundaries
 from ...layout.spec import ShardTensorSpec
 from ...layout.strides import CHANNELS_LAST, zeros_like
@@ -436,7 +436,7 @@ def _declare_upsample(name: str, mode: str, n: int, antialias: bool) -> None:
         given = {**dict(zip(names, args)), **kwargs}
         output_size, align_corners = given.get("output_size"), given.get("align_corners")
         if output_size is None:
-            return NotImplemented  # type: ignore[no-any-return]
+            return DECLINED
         scales = tuple(given.get(name) for name in scale_names)
         factors = [scale for scale in scales if scale is not None]
         fits = len(factors) == n and [int(k * s) for k, s in zip(self.shape[2:], factors)] == list(output_size)

@@ -7,8 +7,8 @@ from whoever holds it: for circular padding the ranks at the other end, for refl
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -113,11 +113,13 @@ class _Circle:
 
     def __call__(self, local: Tensor) -> Tensor:
         pieces = [fetch(local) for fetch in self._fetches]
-        return _Joined.apply(self._dim, stride_like(local, self.shape), *pieces)  # type: ignore[no-any-return]
+        return _Joined.apply(self._dim, stride_like(local, self.shape), *pieces)
 
 
 class _Joined(AutogradFunction):
     """``torch.cat(pieces, dim)`` in memory with these strides: pieces may lie otherwise, such as empty ones."""
+
+    apply: ClassVar[Callable[..., Tensor]]
 
     @staticmethod
     def forward(ctx: Any, dim: int, stride: Sequence[int], *pieces: Tensor) -> Tensor:

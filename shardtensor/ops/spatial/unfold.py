@@ -18,6 +18,7 @@ from torch import Tensor
 from ...communication.halo import Fetch
 from ...dispatch import planning
 from ...dispatch.copied_views import Moved, mark_copied
+from ...dispatch.registry import DECLINED
 from ...dispatch.tensor import redistribute_to
 from ...layout.geometry import Window, intervals_of, map_boundaries
 from ...layout.spec import ShardTensorSpec
@@ -33,11 +34,11 @@ Numbers = int | Sequence[int]
 def plan_unfold(call: Arguments, self: ShardTensorSpec, dimension: int, size: int, step: int) -> Plan:
     """Windows of a sharded dim, as a new last dim."""
     if not self.sharded_dims():
-        return NotImplemented  # type: ignore[no-any-return]
+        return DECLINED
     meta = call.returned(Tensor.unfold, self, dimension, size, step)  # torch's own errors
     dim = wrap_dim(dimension, len(self.shape))
     if dim not in self.sharded_dims():
-        return NotImplemented  # type: ignore[no-any-return]
+        return DECLINED
     spec = keeping_sums(self)
     m = spec.sharded_dims()[dim]
     window = Window(size=spec.shape[dim], kernel=size, stride=step)
@@ -73,7 +74,7 @@ def _as_strided(
     windows this one is refused.
     """
     if not input.sharded_dims() or storage_offset is not None or len(size) != len(stride):
-        return NotImplemented  # type: ignore[no-any-return]
+        return DECLINED
     shape, strides = input.shape, input.tensor_meta.stride
     geometry = [(n, step) for n, step in zip(size, stride, strict=True) if n != 1]
     if geometry == [(n, step) for n, step in zip(shape, strides, strict=True) if n != 1]:
@@ -86,11 +87,11 @@ def _as_strided(
         if n != 1:
             d = next((d for d in outer_first if 0 < strides[d] <= step and not step % strides[d]), None)
             if d is None or not n:
-                return NotImplemented  # type: ignore[no-any-return]
+                return DECLINED
             runs[d].append((step // strides[d], k, n))
     lengths = [1 + sum(step * (n - 1) for step, _, n in runs[d]) for d in range(len(shape))]
     if max(map(len, runs.values())) != 2 or any(n > m for n, m in zip(lengths, shape, strict=True)):
-        return NotImplemented  # type: ignore[no-any-return]
+        return DECLINED
 
     def parts(x: Tensor) -> Tensor:
         order, inner = [], []  # of the result's dims: those in place of the tensor's, and those of windows behind them
@@ -144,7 +145,7 @@ def plan_unfold_images(
 ) -> Plan:
     ndim = len(input.shape)
     if not {ndim - 1, ndim - 2} & set(input.sharded_dims()):
-        return NotImplemented  # type: ignore[no-any-return]
+        return DECLINED
     shape = call.returned(F.unfold, input, kernel_size, dilation, padding, stride).shape  # torch's own errors
     kernel, steps, pads, strides = (per_dim(v, 2) for v in (kernel_size, dilation, padding, stride))
     source = moved_off(input, {d: d for d in range(ndim - 1)})
