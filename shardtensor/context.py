@@ -44,11 +44,11 @@ class _Values:
 
 _all: list[Setting[Any]] = []
 _unchanged = _Values((), {})
-# None: nothing was read here yet; UNCHANGED: nothing was changed here.
-_UNCHANGED = _Values((), {})
+# None: nothing was read here yet; UNCHANGED: nothing was changed here, where its ``deciding`` is what holds.
+UNCHANGED = _Values((), {})
 _here: ContextVar[_Values | None] = ContextVar("shardtensor's settings", default=None)
-_read = _here.get
-_deciding: tuple[Any, ...] = ()  # those of _unchanged
+# What holds here: :func:`settings` asks, and so does who calls it often, without the call.
+read_settings = _read = _here.get
 
 
 class Setting(Generic[T]):
@@ -76,7 +76,7 @@ class Setting(Generic[T]):
     @property
     def value(self) -> T:
         """The value here."""
-        values = _unchanged if _read() is _UNCHANGED else _current()
+        values = _unchanged if _read() is UNCHANGED else _current()
         here: T = values.all[self._index]
         return here
 
@@ -88,10 +88,10 @@ class Setting(Generic[T]):
 
     def set_everywhere(self, value: T) -> None:
         """Change the value wherever it was not changed by :meth:`set`."""
-        global _unchanged, _deciding
+        global _unchanged
         base = _unchanged.all
         _unchanged = _Values((*base[: self._index], value, *base[self._index + 1 :]), {})
-        _deciding = _unchanged.deciding
+        UNCHANGED.deciding = _unchanged.deciding
 
     def restore(self, before: Any) -> None:
         """Undo what :meth:`set` has done, which returned ``before``, and all that was set since then."""
@@ -110,8 +110,8 @@ class Setting(Generic[T]):
 def settings() -> tuple[Any, ...]:
     """The values of the settings that plans depend on, hashable."""
     here = _read()
-    if here is _UNCHANGED:
-        return _deciding
+    if here is UNCHANGED:
+        return UNCHANGED.deciding
     if here is not None and here.base is _unchanged.all and here.thread == get_ident():
         return here.deciding
     return _current().deciding
@@ -119,14 +119,14 @@ def settings() -> tuple[Any, ...]:
 
 def _current() -> _Values:
     found = _read()
-    if found is None or (found is not _UNCHANGED and found.thread != get_ident()):
+    if found is None or (found is not UNCHANGED and found.thread != get_ident()):
         found = None
         kept = kept_for_backward()
         if kept is not None and kept[0] != get_ident():
             found = kept[1]  # this is one of autograd's threads, which works for many
         elif backward_pass() < 0:
-            _keep(_UNCHANGED)
-    if found is None or found is _UNCHANGED:
+            _keep(UNCHANGED)
+    if found is None or found is UNCHANGED:
         return _unchanged
     return found if found.base is _unchanged.all else _Values(_unchanged.all, found.changed)
 

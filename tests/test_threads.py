@@ -71,7 +71,7 @@ def settings_of_a_thread():
         assert seen()[:3] == (True, "ring", "p2p") and seen()[3] != plain[3]
         assert in_thread(seen) == plain
         assert in_thread(partial(copy_context().run, seen)) == plain, "as of asyncio.to_thread"
-    assert seen() == plain and context._here.get() is context._UNCHANGED
+    assert seen() == plain and context._here.get() is context.UNCHANGED
 
 
 def test_settings_of_a_thread():

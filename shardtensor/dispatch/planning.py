@@ -36,7 +36,7 @@ from .._compat import (
     tree_map,
 )
 from .._compat.c10d import world
-from ..context import gather_allowed, settings
+from ..context import UNCHANGED, gather_allowed, read_settings, settings
 from ..errors import UnsupportedSharding, refuse
 from ..layout import caches
 from ..layout.placements import AxisLayout, without_owners
@@ -226,7 +226,9 @@ def look_up(op: object, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple
     """
     if world._default_pg is not caches.world:
         caches.check_world()
-    key = [op, settings(), torch.get_default_dtype(), only_deterministic(), *kwargs]
+    here = read_settings()
+    deciding = UNCHANGED.deciding if here is UNCHANGED else settings()
+    key = [op, deciding, torch.get_default_dtype(), only_deterministic(), *kwargs]
     tensors: list[Tensor] = []
     local = describe(args if not kwargs else (*args, *kwargs.values()), key, tensors)
     if any_autocast_enabled():
