@@ -120,6 +120,7 @@ for _name, _function in {
     "_cuda_canDeviceAccessPeer": lambda a, b: True,
     "_host_emptyCache": lambda: None,
     "_cuda_cudaCachingAllocator_is_enabled": lambda: True,
+    "_show_config": lambda: "an emulated CUDA device",  # torch asks CUDA's libraries for their versions
     "_has_cuda": True,
     "_cuda_CUDAAllocator_AllocatorState": type("AllocatorState", (), {}),
     "_set_cached_tensors_enabled": lambda enabled: None,
