@@ -121,6 +121,8 @@ for _name, _function in {
     "_host_emptyCache": lambda: None,
     "_cuda_cudaCachingAllocator_is_enabled": lambda: True,
     "_show_config": lambda: "an emulated CUDA device",  # torch asks CUDA's libraries for their versions
+    "_nccl_version": lambda: (2 << 32) + (27 << 16),
+    "_nccl_version_suffix": lambda: b"",
     "_has_cuda": True,
     "_cuda_CUDAAllocator_AllocatorState": type("AllocatorState", (), {}),
     "_set_cached_tensors_enabled": lambda enabled: None,
@@ -246,6 +248,15 @@ class ProcessGroupNCCL(metaclass=_Backends):
 c10d.ProcessGroupNCCL = dist.ProcessGroupNCCL = ProcessGroupNCCL
 c10d._NCCL_AVAILABLE = True
 c10d.default_pg_nccl_timeout = c10d.default_pg_timeout
+_init_process_group = dist.init_process_group
+
+
+def _unbound(*args, device_id=None, **options):
+    """Without a device to which the group is bound: torch would split the group, which NCCL alone can, for a mesh."""
+    return _init_process_group(*args, **options)
+
+
+c10d.init_process_group = dist.init_process_group = _unbound
 
 
 # ---- counting --------------------------------------------------------------------------------------------------------

