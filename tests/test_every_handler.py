@@ -380,6 +380,7 @@ def flash_backward(q):
 
 # Compared by tests of their own: the file, and what to look for in it.
 ELSEWHERE = {
+    ("test_point_clouds.py", "fps"): [f"function pyg.{name}" for name in ("fps", "knn", "radius")],
     ("test_flex.py", "varlen_attn"): ["function torch_attn._varlen_attn"],
     ("test_sdpa.py", "inference_mode"): ["operator aten.scaled_dot_product_attention.default"],
     ("test_written.py", ".data = "): ["function getset_descriptor.getset_descriptor.__set__"],
