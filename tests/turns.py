@@ -53,17 +53,15 @@ def told(config) -> str:
 def select(config, items) -> None:
     """Deselect what is not in this run's part, and not in its slice."""
     part, left, kept, seen = chosen(config), [], [], set()
+    piece, pieces = map(int, (config.getoption("--slice") or "0/1").split("/"))
     for item in items:
-        first, module = item.path not in seen, item.path
-        seen.add(module)
+        number, first = number_of(item.nodeid), item.path not in seen
+        seen.add(item.path)
         always = first or item.get_closest_marker("every_run") is not None
-        taken = part is None or always or number_of(item.nodeid) % PARTS == part
-        (kept if taken else left).append(item)
-    if given := config.getoption("--slice"):
-        i, n = map(int, given.split("/"))
-        pieces = [number_of(item.nodeid) % n == i % n for item in kept]
-        left += [item for item, taken in zip(kept, pieces, strict=True) if not taken]
-        kept = [item for item, taken in zip(kept, pieces, strict=True) if taken]
+        in_part = part is None or always or number % PARTS == part
+        # By other digits than the part, so that each part has tests in all slices.
+        in_slice = number // PARTS % pieces == piece % pieces
+        (kept if in_part and in_slice else left).append(item)
     if left:
         config.hook.pytest_deselected(items=left)
         items[:] = kept
