@@ -23,7 +23,7 @@ from shardtensor.communication import exchange
 from shardtensor.communication.exchange import Exchange, plan_intervals
 from shardtensor.communication.halo import Axis, Fetch
 from shardtensor.communication.redistribute import swapped
-from shardtensor.layout.geometry import intersect, intervals_of, length
+from shardtensor.layout.intervals import intersect, intervals_of, length
 from shardtensor.layout.spec import ShardTensorSpec
 from shardtensor.ops.convolution.conv import plan_convolution
 from shardtensor.ranks.groups import connect

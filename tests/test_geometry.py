@@ -11,8 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardtensor.communication.exchange import plan_intervals
-from shardtensor.layout.geometry import (
-    Window,
+from shardtensor.layout.intervals import (
     aligned_sizes,
     boundaries_of,
     chunk_sizes,
@@ -22,6 +21,7 @@ from shardtensor.layout.geometry import (
     map_boundaries,
     sizes_of,
 )
+from shardtensor.layout.windows import Window
 from shardtensor.ops.shape.view import regroup
 
 sizes_lists = st.lists(st.integers(0, 6), min_size=1, max_size=5)
@@ -81,10 +81,10 @@ def test_outputs_of_all_ranks_partition_the_output(window, weights):
     scaled[-1] += window.size - sum(scaled)
     if window.outputs <= 0:
         return
-    sizes = map_boundaries(scaled, window.boundary)
+    sizes = map_boundaries(scaled, window.owned_boundary)
     assert min(sizes) >= 0
     assert sum(sizes) == window.outputs
-    boundaries = [window.boundary(c) for c in range(window.size + 1)]
+    boundaries = [window.owned_boundary(c) for c in range(window.size + 1)]
     assert boundaries == sorted(boundaries)
 
 
@@ -117,7 +117,7 @@ def test_touching_finds_the_outputs_that_reach_into_an_interval(window, data):
 def test_a_same_window_of_stride_one_keeps_the_sizes(n, half):
     window = Window(size=n, kernel=2 * half + 1, before=half, after=half)
     sizes = (n // 3, 0, n - n // 3)
-    assert map_boundaries(sizes, window.boundary) == sizes
+    assert map_boundaries(sizes, window.owned_boundary) == sizes
 
 
 @given(sizes_lists)

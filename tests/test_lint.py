@@ -23,6 +23,7 @@ TREES = {name: ast.parse(path.read_text()) for name, path in MODULES.items()}
 COMPAT = {
     "shardtensor._compat",
     "shardtensor._compat.c10d",
+    "shardtensor._compat.data_parallel",
     "shardtensor._compat.functorch",
     "shardtensor._compat.replaced",
     "shardtensor.observe._compat",

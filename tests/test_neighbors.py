@@ -9,7 +9,7 @@ from seeded import seeded
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from shardtensor import UnsupportedSharding
-from shardtensor.layout.geometry import chunk_sizes, sizes_of
+from shardtensor.layout.intervals import chunk_sizes, sizes_of
 from shardtensor.neighbors import knn, radius, search, traffic
 from shardtensor.testing import (
     assert_matches_unsharded,

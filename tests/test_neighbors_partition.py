@@ -11,7 +11,7 @@ from seeded import seeded
 from torch.distributed.tensor import Shard
 
 from shardtensor import partition, scatter_tensor
-from shardtensor.layout.geometry import boundaries_of
+from shardtensor.layout.intervals import boundaries_of
 from shardtensor.neighbors import knn
 from shardtensor.neighbors.graph import adjacency, distances_from
 from shardtensor.testing import run_distributed, shared_mesh

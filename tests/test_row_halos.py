@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardtensor.communication.row_halos import wanted
-from shardtensor.layout.geometry import boundaries_of, intervals_of
+from shardtensor.layout.intervals import boundaries_of, intervals_of
 
 
 @st.composite

@@ -21,7 +21,7 @@ from shardtensor import ThreadConflict, UnsupportedSharding, context
 from shardtensor._compat import keep_for_backward, kept_for_backward
 from shardtensor.communication.exchange import _transport
 from shardtensor.dispatch.gradients import for_tangents
-from shardtensor.operators.tangents import _Halves
+from shardtensor.operators.forward_mode import _Halves
 from shardtensor.ops.attention.sdpa import _method
 from shardtensor.ranks import history, waiting
 from shardtensor.testing import run_distributed, shard, shared_mesh

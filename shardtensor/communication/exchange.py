@@ -31,7 +31,7 @@ from torch import Tensor
 from .._compat import is_lazy, recomputed
 from .._compat.c10d import c10d_all_to_all, c10d_messages, process_group
 from ..context import Setting
-from ..layout.geometry import Interval, intersect
+from ..layout.intervals import Interval, intersect
 from ..ranks.debug_mode import begin
 from ..ranks.failures import lost
 from ..ranks.groups import connect

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from .._compat import AutogradFunction
 from .._compat.c10d import group_along
-from ..layout.geometry import Interval, intersect, intervals_of, length, resized
+from ..layout.intervals import Interval, intersect, intervals_of, length, resized
 from ..layout.spec import ShardTensorSpec
 from ..layout.strides import CHANNELS_LAST, cat_like, stride_like, with_stride, zeros_like
 from .exchange import Exchange, Pending, Transfers, plan_intervals

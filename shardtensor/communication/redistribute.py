@@ -39,8 +39,9 @@ from .._compat.c10d import (
     process_group,
 )
 from ..layout.caches import cached
-from ..layout.geometry import Interval, intervals_of, length, resized
-from ..layout.placements import AxisLayout, wide_dtype
+from ..layout.dtypes import wide_dtype
+from ..layout.intervals import Interval, intervals_of, length, resized
+from ..layout.placements import AxisLayout
 from ..layout.spec import ShardTensorSpec
 from ..layout.strides import cat_like, lies_dense, with_stride
 from ..ranks.debug_mode import begin

@@ -26,7 +26,7 @@ from torch import Tensor
 from .._compat import AutogradFunction
 from .._compat.c10d import device_of
 from ..errors import RanksDiffer
-from ..layout.geometry import boundaries_of
+from ..layout.intervals import boundaries_of
 from ..ranks.history import SAME_VALUES
 from ..ranks.integer_rows import gather_rows
 from ..ranks.summaries import digest

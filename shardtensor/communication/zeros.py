@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .._compat import hidden_from_program
-from ..layout.geometry import resized
+from ..layout.intervals import resized
 from ..layout.strides import cat_like
 from ..ranks.cuda_graphs import is_capturing
 

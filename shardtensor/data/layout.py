@@ -12,7 +12,7 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from .._compat import KeyEntry, PyTree, TensorMeta, keystr, tree_map_with_path
-from ..layout.geometry import aligned_sizes
+from ..layout.intervals import aligned_sizes
 from ..layout.placements import ShardSizes, Sizes, mesh_dim_of, normalize_placements
 from ..layout.spec import ShardTensorSpec
 from ..layout.strides import contiguous_stride

@@ -25,7 +25,7 @@ from torch.utils.data import Dataset
 
 from .._compat import PyTree, tree_leaves, tree_map
 from ..dispatch.tensor import ShardTensor, redistribute_to, wrap
-from ..layout.geometry import aligned_sizes, boundaries_of
+from ..layout.intervals import aligned_sizes, boundaries_of
 from ..layout.placements import AxisLayout, ShardSizes, rank_at
 from ..layout.spec import ShardTensorSpec
 from ..ranks.agreement import Table, check_same, gather_over_mesh, is_early, record_over_mesh, usable_mesh

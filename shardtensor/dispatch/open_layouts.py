@@ -46,7 +46,7 @@ from .._compat.c10d import group_along
 from ..communication.redistribute import all_gather, redistribute_local
 from ..communication.row_halos import RowHalo, each_once
 from ..errors import UnsupportedSharding
-from ..layout.geometry import boundaries_of, chunk_sizes, map_boundaries, sizes_of
+from ..layout.intervals import boundaries_of, chunk_sizes, map_boundaries, sizes_of
 from ..layout.placements import AxisLayout
 from ..layout.spec import ShardTensorSpec
 from ..ranks.cuda_graphs import is_capturing

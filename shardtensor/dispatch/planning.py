@@ -32,10 +32,10 @@ from .._compat import (
     any_autocast_enabled,
     goes_into_graph,
     only_deterministic,
-    takes_gradient_late,
     tree_map,
 )
 from .._compat.c10d import world
+from .._compat.data_parallel import takes_gradient_late
 from ..context import UNCHANGED, gather_allowed, read_settings, settings
 from ..errors import UnsupportedSharding, refuse
 from ..layout import caches

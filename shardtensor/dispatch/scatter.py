@@ -19,7 +19,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from .._compat import not_in_graphs
 from .._compat.c10d import c10d_messages, group_along, is_eager
-from ..layout.geometry import intervals_of
+from ..layout.intervals import intervals_of
 from ..layout.placements import ShardSizes, check_in_mesh, first_rank, given_placements, rank_at
 from ..layout.spec import ShardTensorSpec
 from ..layout.strides import as_bytes

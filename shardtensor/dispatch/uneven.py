@@ -21,7 +21,7 @@ from torch.distributed.tensor.placement_types import Placement
 from .._compat import wrap_from_local
 from .._compat.c10d import group_along
 from ..errors import refuse
-from ..layout.geometry import chunk_sizes
+from ..layout.intervals import chunk_sizes
 from ..layout.placements import given_mesh, mesh_coordinate
 from ..layout.spec import SizedPlacements, is_uneven, uneven_axes
 from ..ranks.agreement import gather_with_history

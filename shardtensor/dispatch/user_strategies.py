@@ -19,7 +19,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from .._compat import DTensorSpec, OpOverload, TensorMeta, acceptable_placements, strategies
 from ..context import gather_allowed
-from ..layout.geometry import chunk_sizes
+from ..layout.intervals import chunk_sizes
 from ..layout.placements import AxisLayout, normalize_placements
 from ..layout.spec import ShardTensorSpec
 from .planning import AtenCall, AtenPlan, Outputs, Path, Rule, meta_of, on_meta, operands, replicated_spec

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Mapping, Sequence
-from functools import cache, lru_cache
+from functools import lru_cache
 from operator import index
 from typing import Any, NamedTuple, SupportsIndex
 
@@ -17,7 +17,7 @@ from torch.distributed.tensor.placement_types import Placement
 from .._compat import current_mesh, is_plain_shard
 from .._compat.c10d import explain_what_is_gone
 from .caches import cached
-from .geometry import chunk_sizes
+from .intervals import chunk_sizes
 
 # One entry per mesh dim: the shard sizes where it shards the tensor, otherwise None.
 Sizes = tuple[tuple[int, ...] | None, ...]
@@ -58,18 +58,6 @@ class AxisLayout(NamedTuple):
 def without_owners(layout: Sequence[AxisLayout]) -> list[AxisLayout]:
     """The same with Partials of which nothing more is known."""
     return [axis if axis.owner is None else AxisLayout(axis.placement) for axis in layout]
-
-
-@cache
-def wide_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype to sum in: half precision is summed in float32, as torch's kernels do, for it would overflow."""
-    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
-
-
-def held_dtype(placements: Sequence[Placement], dtype: torch.dtype) -> torch.dtype:
-    """The dtype of a local tensor: for contributions to a sum or a product the wide one, see [Note: rounded once]."""
-    summed = any(isinstance(p, Partial) and p.reduce_op in ("sum", "product") for p in placements)
-    return wide_dtype(dtype) if summed else dtype
 
 
 def given_mesh(mesh: object) -> DeviceMesh:

@@ -24,7 +24,8 @@ from .._compat.c10d import group_along
 from ..context import settings
 from ..errors import refuse
 from .caches import cached, check_world, forgets
-from .geometry import Interval, chunk_sizes, intervals_of
+from .dtypes import held_dtype
+from .intervals import Interval, chunk_sizes, intervals_of
 from .placements import (
     AxisLayout,
     ShardSizes,
@@ -33,7 +34,6 @@ from .placements import (
     by_mesh_dim,
     check_order,
     first_equal,
-    held_dtype,
     mesh_coordinate,
     normalize_placements,
     normalize_sizes,

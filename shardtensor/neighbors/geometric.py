@@ -24,7 +24,7 @@ from ..communication.redistribute import all_gather
 from ..dispatch.registry import register
 from ..dispatch.tensor import ShardTensor, redistribute_to, wrap
 from ..errors import refuse
-from ..layout.geometry import boundaries_of, map_boundaries
+from ..layout.intervals import boundaries_of, map_boundaries
 from ..operators.arguments import common_mesh
 from ..ops.common.alignment import as_operand, replicated
 from ..ranks.cuda_graphs import check_has_values

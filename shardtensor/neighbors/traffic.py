@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..communication.exchange import Exchange
 from ..communication.redistribute import all_gather
-from ..layout.geometry import boundaries_of
+from ..layout.intervals import boundaries_of
 from .bisection import Boxes, bisected, even_sizes
 from .search import Nearest, Within, blocks
 

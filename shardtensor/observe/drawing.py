@@ -12,7 +12,7 @@ from typing import Any
 from torch.distributed.tensor import DTensor
 
 from ..dispatch.planning import spec_of
-from ..layout.geometry import Interval, intervals_of
+from ..layout.intervals import Interval, intervals_of
 from ..layout.placements import rank_at
 from ..layout.spec import ShardTensorSpec
 

@@ -14,11 +14,12 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from .._compat import OpOverload, OpOverloadPacket, TensorMeta, hidden_from_program, overload_names
+from .._compat import OpOverload, OpOverloadPacket, TensorMeta, overload_names
 from ..dispatch.planning import converted, meta_of, replicated_spec, spec_of, without_data
 from ..dispatch.tensor import ShardTensor, promote, redistribute_to
 from ..errors import UnsupportedSharding, different_meshes, refuse
 from ..layout.spec import ShardTensorSpec
+from .autocast import autocast_dtype, autocast_to, without_autocast
 from .plan import Places, Plan
 
 Returned = TypeVar("Returned")
@@ -261,11 +262,10 @@ class Arguments:
 
     def autocast(self) -> torch.dtype | None:
         """Return the dtype to which autocast casts the operands of matrix products, or None if it is off."""
-        kind = self.device.type
-        return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+        return autocast_to(self.device.type)
 
     def autocast_dtype(self, function: Callable[..., Tensor], *operands: Operand) -> torch.dtype:
-        """Return the dtype of the operands of ``function`` under autocast; see below."""
+        """Return the dtype of the operands of ``function`` under autocast; see autocast.py."""
         metas = [t.tensor_meta if isinstance(t, ShardTensorSpec) else t for t in operands]
         shapes = [[min(n, 2) for n in t.shape] for t in metas]
         return autocast_dtype(function, shapes, [t.dtype for t in metas], self.device)
@@ -277,7 +277,7 @@ class Arguments:
             return function
 
         def call(*args: object) -> Returned:
-            with torch.autocast(kind, enabled=False):
+            with without_autocast(kind):
                 return function(*args)
 
         return call
@@ -310,22 +310,6 @@ class Arguments:
         """Make a tensor plain by ``step`` before the plan runs. The plan then sets the layout of its gradient."""
         self.then_do(argument, step)
         self.tensors.pop(argument, None)
-
-
-def autocast_dtype(
-    function: Callable[..., Tensor],
-    shapes: Sequence[Sequence[int]],
-    dtypes: Sequence[torch.dtype],
-    device: torch.device | str,
-) -> torch.dtype:
-    """The dtype of the operands that autocast, which is on, has ``function`` compute with: that of its result.
-
-    Which functions it casts differs by device, version, and even by whether a dim has length 1, as it may on one rank
-    only. So torch is asked, with operands of these shapes; those of the smallest of the same kind will do.
-    """
-    with hidden_from_program():
-        ones = [torch.ones(shape, dtype=dtype, device=device) for shape, dtype in zip(shapes, dtypes, strict=True)]
-        return function(*ones).dtype
 
 
 def common_mesh(name: str, operands: Sequence[Tensor]) -> DeviceMesh | None:

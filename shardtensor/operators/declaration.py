@@ -22,12 +22,13 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 
-from .._compat import TensorMeta, goes_into_graph, hidden_from_program, takes_gradient_late
+from .._compat import TensorMeta, goes_into_graph, hidden_from_program
+from .._compat.data_parallel import takes_gradient_late
 from ..dispatch.planning import converted, disowned, flat, keep_plan, label, look_up, meta_of, spec_of
 from ..dispatch.registry import DECLINED, declare, declare_rule
 from ..dispatch.tensor import ShardTensor, redistribute_to, to_part
 from ..errors import UnsupportedSharding, refuse
-from ..layout.placements import wide_dtype
+from ..layout.dtypes import wide_dtype
 from ..ranks.failures import note_raised
 from ..ranks.first_use import PlainOperands
 from ..ranks.history import here

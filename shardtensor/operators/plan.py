@@ -24,6 +24,7 @@ from ..layout.strides import apart
 from ..ranks.failures import note_raised
 from ..ranks.first_use import PlainOperands
 from ..ranks.history import here
+from .autocast import without_autocast
 from .weight_gradients import Contribution, GradientSum
 
 # Where a call has an argument that holds tensors: the place of one among the call's tensors, or those of a list; None
@@ -289,7 +290,7 @@ def _gradients(ctx: _RunContext, saved: Sequence[Any], grads: Sequence[Tensor | 
         for grad, spec in zip(grads, outputs, strict=True):
             local_grads.append(None if grad is None else as_gradient(grad, spec)._local_tensor)
         if torch.is_autocast_enabled(plan.device):
-            with torch.autocast(plan.device, enabled=False):
+            with without_autocast(plan.device):
                 found = plan.backward(ctx.needs_input_grad[3:], local_grads, *_held(saved))
         else:
             found = plan.backward(ctx.needs_input_grad[3:], local_grads, *_held(saved))

@@ -10,7 +10,7 @@ Here they are made of what every operator of ShardTensors has in any case, its g
 - ``jvp``: the vector-Jacobian product is linear in the vector, so its own vector-Jacobian product is the
   Jacobian-vector product. So is each call that gets dual tensors (``torch.autograd.forward_ad``).
 - ``vmap``: if the mapped dim is sharded, each rank maps over its own rows, on plain tensors. Otherwise the function is
-  called for one row after the other. See mapping.py.
+  called for one row after the other. See vmap.py.
 
 Whether a function meets ShardTensors is known only after it was called: its arguments may be plain, and it may hold
 sharded tensors. So torch's transform goes first, unless an argument is sharded. It raises where it meets a ShardTensor,
@@ -48,8 +48,8 @@ from ..dispatch.registry import TRANSFORMS, Support
 from ..dispatch.tensor import ShardTensor, as_gradient, mark_leaf, wrap
 from ..dispatch.transform_levels import InsideLevels, pushes_forward
 from ..errors import refuse
-from .mapping import draws_are_captured, mapped, met, random_states
-from .tangents import pushing_tangents
+from .forward_mode import pushing_tangents
+from .vmap import draws_are_captured, mapped, met, random_states
 
 Function = Callable[..., Any]
 # Which arguments are differentiated by; None: all of them.

@@ -44,7 +44,7 @@ from .._compat.c10d import group_along
 from ..communication.redistribute import start_sums
 from ..communication.tracing import is_traced
 from ..layout.caches import cached
-from ..layout.placements import wide_dtype
+from ..layout.dtypes import wide_dtype
 from ..layout.spec import ShardTensorSpec
 from ..ranks.groups import own_group
 from ..ranks.history import here

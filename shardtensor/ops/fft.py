@@ -34,11 +34,11 @@ from .._compat import TensorMeta, constant_like
 from ..communication.redistribute import redistribute_local
 from ..dispatch.tensor import from_part, redistribute_to
 from ..errors import refuse
-from ..layout.geometry import chunk_sizes, map_boundaries, resized
+from ..layout.intervals import chunk_sizes, map_boundaries, resized
 from ..layout.placements import AxisLayout
 from ..layout.spec import ShardTensorSpec
 from ..layout.strides import contiguous_stride
-from ..operators.arguments import autocast_dtype
+from ..operators.autocast import autocast_dtype
 from ..operators.declaration import Arguments, Composed, LocalPlan, Plan, operator
 from .common.alignment import free_dims
 

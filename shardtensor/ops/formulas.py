@@ -21,7 +21,7 @@ from .._compat import OpOverloadPacket, decomposition
 from ..dispatch.planning import converted, spec_of
 from ..dispatch.registry import FUNCTIONS, RANDOM, REFUSED, register
 from ..dispatch.tensor import ShardTensor, redistribute_to, wrap
-from ..layout.geometry import map_boundaries
+from ..layout.intervals import map_boundaries
 from .common.stencil import resized, scaled_boundary
 from .spatial.interpolate import MODES
 

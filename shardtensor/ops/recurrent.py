@@ -38,7 +38,7 @@ from .._compat.c10d import group_along
 from ..communication.exchange import Exchange
 from ..dispatch.tensor import ShardTensor, redistribute_to, wrap
 from ..errors import UnsupportedSharding, refuse
-from ..layout.geometry import resized
+from ..layout.intervals import resized
 from ..layout.placements import AxisLayout
 from ..layout.spec import ShardTensorSpec
 from ..layout.strides import contiguous_stride

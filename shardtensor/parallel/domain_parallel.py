@@ -27,7 +27,7 @@ from torch.distributed.tensor.placement_types import Placement
 from .._compat import is_traced
 from ..dispatch.scatter import own_part
 from ..dispatch.tensor import ShardTensor, promote, wrap
-from ..layout.geometry import aligned_sizes
+from ..layout.intervals import aligned_sizes
 from ..layout.placements import ShardSizes, mesh_dim_of
 from ..layout.spec import ShardTensorSpec
 from ..ranks.agreement import compare_histories, gather_over_mesh

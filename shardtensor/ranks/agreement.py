@@ -26,7 +26,7 @@ from .._compat import hidden_from_program, is_traced, recomputed
 from .._compat.c10d import c10d_all_gather, device_of, group_along, process_group
 from ..errors import RanksDiffer
 from ..layout.caches import forgets
-from ..layout.geometry import chunk_sizes
+from ..layout.intervals import chunk_sizes
 from ..layout.placements import (
     ShardSizes,
     by_mesh_dim,

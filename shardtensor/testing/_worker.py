@@ -48,8 +48,8 @@ def fresh_state(device: Any) -> None:
     torch.set_grad_enabled(True)
     torch.set_default_dtype(torch.float32)
     torch.manual_seed(0)
-    if compat := sys.modules.get("shardtensor._compat"):
-        compat.forget_fully_sharded()
+    if data_parallel := sys.modules.get("shardtensor._compat.data_parallel"):
+        data_parallel.forget_fully_sharded()
     if history := sys.modules.get("shardtensor.ranks.history"):  # in which ranks may have differed on purpose
         history.forget_history()
     random.seed(0)

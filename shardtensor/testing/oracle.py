@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from .._compat import tree_leaves
-from ..layout.geometry import chunk_sizes
+from ..layout.intervals import chunk_sizes
 from ..layout.placements import ShardSizes, by_mesh_dim
 from ..ranks.agreement import check_same, gather_over_mesh, show
 from .mesh import shared_mesh

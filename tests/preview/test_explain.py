@@ -18,7 +18,7 @@ import shardtensor
 from shardtensor import ShardTensor
 from shardtensor.__main__ import main
 from shardtensor.layout import caches
-from shardtensor.layout.geometry import boundaries_of
+from shardtensor.layout.intervals import boundaries_of
 from shardtensor.testing import count_communication, run_distributed, run_expecting_errors, shard, shared_mesh
 
 ROOT = Path(__file__).parents[2]

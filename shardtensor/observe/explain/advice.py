@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from ..._compat import tree_leaves
-from ...layout.geometry import aligned_sizes, chunk_sizes
+from ...layout.intervals import aligned_sizes, chunk_sizes
 from ..machines import MACHINES, Machine
 from .report import Explanation, bytes_text, table
 from .run import UnfitArguments, ends_and_middle, explain

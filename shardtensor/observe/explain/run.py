@@ -23,7 +23,7 @@ from ..._compat import NEEDS_VALUES, tree_leaves, tree_map, without_values
 from ...dispatch.scatter import part_at
 from ...dispatch.tensor import ShardTensor
 from ...errors import UnsupportedSharding
-from ...layout.geometry import chunk_sizes
+from ...layout.intervals import chunk_sizes
 from ...layout.spec import ShardTensorSpec
 from .._compat import without_graphs
 from ..counting import Communication

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ..._compat import recomputed
-from ...layout.geometry import Interval, length
+from ...layout.intervals import Interval, length
 from ..common.alignment import cast
 from .kernels import finite
 

@@ -24,8 +24,9 @@ from ..._compat import TensorMeta, flex_attention_operator
 from ...dispatch.registry import DECLINED, register
 from ...dispatch.tensor import ShardTensor, from_part, to_part
 from ...errors import refuse
-from ...layout.geometry import chunk_sizes
-from ...layout.placements import AxisLayout, wide_dtype
+from ...layout.dtypes import wide_dtype
+from ...layout.intervals import chunk_sizes
+from ...layout.placements import AxisLayout
 from ...layout.spec import ShardTensorSpec
 from ...layout.strides import contiguous_stride, dense_stride
 from ...operators.declaration import Arguments, Composed, Plan, planned

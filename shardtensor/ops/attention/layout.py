@@ -28,7 +28,7 @@ from torch.distributed.tensor import Replicate, Shard
 
 from ...errors import refuse
 from ...layout.caches import cached
-from ...layout.geometry import Interval, chunk_sizes, intervals_of, length
+from ...layout.intervals import Interval, chunk_sizes, intervals_of, length
 from ...layout.placements import AxisLayout
 from ...layout.spec import ShardTensorSpec
 from ..common.alignment import cost_of_exchange

@@ -7,7 +7,6 @@ Backward their gradients return to the owners, who add them.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -23,7 +22,8 @@ from ...communication.halo import Axis, Fetch
 from ...communication.redistribute import all_reduce, swap_blocks, swapped
 from ...errors import refuse
 from ...layout.caches import cached
-from ...layout.geometry import intersect, intervals_of, length, resized
+from ...layout.intervals import intersect, intervals_of, length, resized
+from ...operators.autocast import without_autocast
 from ..common.alignment import cast, wide_dtype
 from ..common.ring import Form, Trip
 from .blockwise import RunningSoftmax, pieces
@@ -269,10 +269,6 @@ def _parts(layout: AttentionLayout, index: int, shift: int | None) -> Iterator[B
         )
 
 
-def _no_autocast(kind: str) -> AbstractContextManager[Any]:
-    return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext()
-
-
 class _Attention(AutogradFunction):
     """Local queries against all blocks of keys. Local tensors in and out."""
 
@@ -286,7 +282,7 @@ class _Attention(AutogradFunction):
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:
         needed, saved = ctx.needs_input_grad, ctx.saved_tensors  # once, as checkpointing asks for
-        with torch.no_grad(), _no_autocast(grad.device.type):
+        with torch.no_grad(), without_autocast(grad.device.type):
             grads = backward(ctx.work, ctx.kernel, needed, grad, *saved)
         if torch.is_grad_enabled():
             grads = _Once.apply(ctx.work, *grads, grad, *saved[:4])
@@ -321,7 +317,7 @@ def forward(
 
     That is the result (as fused kernels keep it, in the dtype of ``q``), the ``finite(lse)``, and what was fetched.
     """
-    with _no_autocast(q.device.type):
+    with without_autocast(q.device.type):
         held = work.held(k, v)
         parts = work.parts_for(0, q)
         if work.alone and parts:

@@ -23,8 +23,9 @@ from ...communication.redistribute import redistribute_local
 from ...dispatch.planning import AtenCall, Path, meta_of, operands, replicated_spec, spec_of
 from ...dispatch.tensor import ShardTensor, promote, redistribute_to, wrap
 from ...errors import UnsupportedSharding, refuse
-from ...layout.geometry import chunk_sizes
-from ...layout.placements import AxisLayout, wide_dtype
+from ...layout.dtypes import wide_dtype
+from ...layout.intervals import chunk_sizes
+from ...layout.placements import AxisLayout
 from ...layout.spec import ShardTensorSpec
 from ...ranks.first_use import note_operand
 from ...ranks.history import here

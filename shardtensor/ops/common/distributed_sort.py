@@ -25,7 +25,7 @@ from torch import Tensor
 from ..._compat import constant_like, hidden_from_program, recomputed
 from ...communication.redistribute import all_gather, all_reduce, swapped
 from ...layout.caches import cached
-from ...layout.geometry import boundaries_of
+from ...layout.intervals import boundaries_of
 from ...ranks.cuda_graphs import check_has_values
 
 _DIGIT = 4  # bits

@@ -32,11 +32,11 @@ from ..._compat import TensorMeta
 from ...dispatch.tensor import ShardTensor, from_part, redistribute_to, to_part
 from ...errors import UnsupportedSharding, refuse
 from ...layout.caches import cached
-from ...layout.geometry import chunk_sizes, intervals_of
+from ...layout.intervals import chunk_sizes, intervals_of
 from ...layout.placements import AxisLayout
 from ...layout.spec import ShardTensorSpec
 from ...layout.strides import contiguous_stride
-from ...operators.arguments import autocast_dtype
+from ...operators.autocast import autocast_dtype
 from ...operators.declaration import Arguments, LocalPlan
 from .alignment import no_other_dim, wide_dtype
 from .ring import Tour, part_by_part

@@ -19,7 +19,8 @@ from ...dispatch.registry import DECLINED
 from ...dispatch.tensor import ShardTensor, as_gradient, wrap
 from ...layout.placements import AxisLayout
 from ...layout.spec import ShardTensorSpec
-from ...operators.arguments import Arguments, autocast_dtype
+from ...operators.arguments import Arguments
+from ...operators.autocast import autocast_dtype
 from ...operators.declaration import Composed
 
 

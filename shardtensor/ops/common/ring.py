@@ -31,7 +31,7 @@ from ..._compat import AutogradFunction
 from ..._compat.c10d import group_along
 from ...communication.exchange import Exchange, Pending
 from ...layout.caches import cached
-from ...layout.geometry import Interval, resized
+from ...layout.intervals import Interval, resized
 from ...layout.strides import as_bytes
 from .alignment import wide_dtype, widened
 

@@ -21,7 +21,8 @@ from ...communication.zeros import padded
 from ...layout.placements import AxisLayout
 from ...layout.spec import ShardTensorSpec
 from ...layout.strides import stride_like
-from ...operators.arguments import Arguments, autocast_dtype
+from ...operators.arguments import Arguments
+from ...operators.autocast import autocast_dtype
 from ...operators.plan import Plan
 
 

@@ -23,9 +23,10 @@ from ...dispatch.registry import register
 from ...dispatch.tensor import as_gradient, wrap
 from ...errors import refuse
 from ...layout.caches import cached
-from ...layout.geometry import Interval, Window, intersect, intervals_of, length, map_boundaries
+from ...layout.intervals import Interval, intersect, intervals_of, length, map_boundaries
 from ...layout.spec import ShardTensorSpec
 from ...layout.strides import stride_like
+from ...layout.windows import Window
 from ...operators.declaration import Arguments, Composed, Plan, operator
 from ..common.alignment import free_dims, wide_dtype
 from ..common.stencil import per_dim, resized
@@ -34,7 +35,7 @@ from .halo_conv import ConvolutionPlan, LocalConvolution, OwnersGradient, SplitG
 # -- geometry ----------------------------------------------------------------------------------------------------------
 
 # What a rank reads and computes of a convolution: worked out from specs, on every rank for itself.
-# An output is computed by the rank that owns the input under the kernel's middle tap (``Window.boundary``).
+# An output is computed by the rank that owns the input under the kernel's middle tap (``Window.owned_boundary``).
 
 Pads = tuple[tuple[int, int], ...]
 
@@ -85,7 +86,7 @@ def plan_convolution(
     for d, m in sharded.items():
         if d == 0:
             continue
-        sizes[d] = map_boundaries(spec.sizes_along(m), windows[d].boundary)
+        sizes[d] = map_boundaries(spec.sizes_along(m), windows[d].owned_boundary)
         outputs, rank = intervals_of(sizes[d]), spec.coordinate[m]
         needs[d] = [intersect(windows[d].reads(out), (0, shape[d])) for out in outputs]
         held[d], outs[d] = needs[d][rank], outputs[rank]
@@ -574,7 +575,7 @@ class TransposedWindow:
 
     Example:
         >>> w = TransposedWindow(size=5, kernel=4, stride=2, dilation=1, padding=1, extra=0)
-        >>> w.outputs, map_boundaries((2, 3), w.boundary), w.reads((4, 10))
+        >>> w.outputs, map_boundaries((2, 3), w.owned_boundary), w.reads((4, 10))
         (10, (4, 6), (1, 5))
     """
 
@@ -598,7 +599,7 @@ class TransposedWindow:
         """The convolution of the outputs."""
         return Window(self.outputs, self.kernel, self.stride, self.dilation, self.padding, self.padding)
 
-    def boundary(self, b: int) -> int:
+    def owned_boundary(self, b: int) -> int:
         """Where a boundary of the input falls in the output."""
         if b <= 0:
             return 0
@@ -717,7 +718,7 @@ def _plan_transposed(
             continue
         step, padding, extra, spread = (values[d - 2] for values in numbers)
         windows[d] = TransposedWindow(spec.shape[d], weight.shape[d], step, spread, padding, extra)
-        sizes[d] = map_boundaries(spec.sizes_along(m), windows[d].boundary)
+        sizes[d] = map_boundaries(spec.sizes_along(m), windows[d].owned_boundary)
         outputs, rank = intervals_of(sizes[d]), spec.coordinate[m]
         needs[d] = [windows[d].reads(out) for out in outputs]
         held[d], outs[d] = needs[d][rank], outputs[rank]

@@ -18,7 +18,8 @@ from ...dispatch.planning import AtenCall, AtenPlan, Path, Rule, is_inplace, met
 from ...dispatch.registry import default_rule, register, rule_of
 from ...dispatch.tensor import wrap
 from ...errors import refuse
-from ...layout.placements import AxisLayout, wide_dtype
+from ...layout.dtypes import wide_dtype
+from ...layout.placements import AxisLayout
 from ...layout.spec import ShardTensorSpec
 from ...layout.strides import with_stride
 from ..common.reduce import neutral_element

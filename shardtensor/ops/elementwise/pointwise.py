@@ -35,7 +35,7 @@ from ...dispatch.planning import AtenCall, AtenPlan, Path, Rule, is_inplace, kee
 from ...dispatch.registry import default_rule, register
 from ...dispatch.tensor import ShardTensor
 from ...errors import PLAIN_TARGET, UnsupportedSharding
-from ...layout.geometry import map_boundaries
+from ...layout.intervals import map_boundaries
 from ...layout.placements import AxisLayout
 from ...layout.spec import ShardTensorSpec
 from ...layout.strides import dense_stride

@@ -25,8 +25,8 @@ from ...communication.halo import Axis, Fetch
 from ...communication.redistribute import reduce_scatter
 from ...communication.tracing import is_traced
 from ...dispatch.planning import AtenCall, argument, is_inplace, operand
-from ...layout.geometry import intervals_of
-from ...layout.placements import wide_dtype
+from ...layout.dtypes import wide_dtype
+from ...layout.intervals import intervals_of
 from ..common.reduce import neutral_element
 from .index_layout import IndexLayout, clipped, copied, in_place_form, put
 

@@ -29,7 +29,7 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 from ..._compat import OpOverload
 from ...dispatch.planning import AtenCall, Path, is_inplace, meta_of, operand
 from ...errors import UnsupportedSharding
-from ...layout.geometry import boundaries_of, map_boundaries, sizes_of
+from ...layout.intervals import boundaries_of, map_boundaries, sizes_of
 from ...layout.placements import AxisLayout
 from ...layout.spec import ShardTensorSpec
 

@@ -24,8 +24,8 @@ from ...communication.row_halos import RowHalo, check_same_on_ranks
 from ...communication.tracing import is_traced
 from ...dispatch.index_findings import found, is_kept
 from ...dispatch.planning import Path, operand
-from ...layout.geometry import intervals_of, resized
-from ...layout.placements import wide_dtype
+from ...layout.dtypes import wide_dtype
+from ...layout.intervals import intervals_of, resized
 from ...ranks.cuda_graphs import is_capturing
 from ..common.reduce import neutral_element
 from .block_work import BlockWork

@@ -32,7 +32,7 @@ from ...errors import UnsupportedSharding, refuse
 from ...layout.placements import AxisLayout
 from ...layout.spec import ShardTensorSpec
 from ...operators.declaration import Arguments, Composed, Plan, operator
-from ...operators.tangents import decomposed
+from ...operators.forward_mode import decomposed
 from ..common.alignment import broadcast_shape, cost_of_exchange, is_little, no_other_dim
 from ..common.named_dims import Arrangement, Form, Label, arrange, batch_labels
 from ..common.reduce import rank_reduction

@@ -34,8 +34,9 @@ from ...dispatch.index_findings import found, is_kept
 from ...dispatch.registry import DECLINED, register
 from ...dispatch.tensor import ShardTensor, from_part, redistribute_to, to_part
 from ...errors import refuse
-from ...layout.geometry import boundaries_of, chunk_sizes, intervals_of
-from ...layout.placements import AxisLayout, wide_dtype
+from ...layout.dtypes import wide_dtype
+from ...layout.intervals import boundaries_of, chunk_sizes, intervals_of
+from ...layout.placements import AxisLayout
 from ...layout.spec import ShardTensorSpec
 from ...layout.strides import contiguous_stride
 from ...operators.arguments import common_mesh

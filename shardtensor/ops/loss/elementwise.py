@@ -25,7 +25,7 @@ from ...dispatch.tensor import ShardTensor, redistribute_to
 from ...layout.caches import cached
 from ...layout.spec import ShardTensorSpec
 from ...layout.strides import contiguous_stride
-from ...operators.arguments import autocast_dtype
+from ...operators.autocast import autocast_dtype
 from ...operators.declaration import Arguments, Composed, LocalPlan, Plan, operator
 from ...ranks.cuda_graphs import check_has_values
 from ..common.alignment import common_layout, fit, local_part, refuse_gathering, wide_dtype

@@ -25,7 +25,7 @@ from ...dispatch.planning import without_data
 from ...dispatch.registry import register
 from ...dispatch.tensor import ShardTensor, promote, redistribute_to
 from ...errors import refuse
-from ...layout.geometry import Interval, intervals_of
+from ...layout.intervals import Interval, intervals_of
 from ...layout.placements import AxisLayout
 from ...layout.spec import ShardTensorSpec
 from ...layout.strides import contiguous_stride

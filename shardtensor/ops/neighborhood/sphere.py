@@ -24,7 +24,7 @@ from ...communication.halo import Fetch
 from ...communication.tracing import goes_into_graph
 from ...dispatch.index_findings import found
 from ...errors import refuse
-from ...layout.geometry import Interval, chunk_sizes, intervals_of
+from ...layout.intervals import Interval, chunk_sizes, intervals_of
 from ...layout.placements import AxisLayout
 from ...layout.spec import ShardTensorSpec
 from ...layout.strides import contiguous_stride

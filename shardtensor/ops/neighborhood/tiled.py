@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..._compat import constant_like, hidden_from_program
-from ...layout.geometry import Interval, length
+from ...layout.intervals import Interval, length
 from ..common.alignment import wide_dtype
 
 # -- window ------------------------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from ..._compat import TensorMeta
 from ...dispatch.tensor import ShardTensor, redistribute_to
-from ...layout.geometry import map_boundaries
+from ...layout.intervals import map_boundaries
 from ...layout.placements import AxisLayout
 from ...layout.spec import ShardTensorSpec
 from ...operators.declaration import Arguments, Operand

@@ -18,7 +18,7 @@ from torch.distributed.tensor import Replicate
 from ..._compat import nn_functions
 from ...communication.halo import Fetch
 from ...dispatch.tensor import ShardTensor, from_part, redistribute_to, wrap
-from ...layout.geometry import Interval, intervals_of, map_boundaries
+from ...layout.intervals import Interval, intervals_of, map_boundaries
 from ...layout.placements import AxisLayout
 from ...layout.spec import ShardTensorSpec
 from ...layout.strides import index_select_like, stride_like

@@ -18,9 +18,10 @@ from torch import Tensor
 from ..._compat import AutogradFunction, nn_functions
 from ...communication.halo import Fetch, Narrow
 from ...dispatch.gradients import for_tangents
-from ...layout.geometry import Interval, Window, intervals_of, length, map_boundaries
+from ...layout.intervals import Interval, intervals_of, length, map_boundaries
 from ...layout.spec import ShardTensorSpec
 from ...layout.strides import stride_like
+from ...layout.windows import Window
 from ...operators.declaration import Arguments, Composed, LocalPlan, Plan, operator
 from ..common.batch_parallel import Names, Result, image_names, plan_by_batch
 from ..common.stencil import (
@@ -130,7 +131,7 @@ def _pool(
         if d < first:
             continue
         w, rank = windows[d - first], spec.coordinate[m]
-        sizes[d] = map_boundaries(spec.sizes_along(m), w.boundary)
+        sizes[d] = map_boundaries(spec.sizes_along(m), w.owned_boundary)
         reads = [pool_reads(w, out, w.kernel if full_windows else 0) for out in intervals_of(sizes[d])]
         needs[d] = [need for need, _, _ in reads]
         need, padding, drop = reads[rank]

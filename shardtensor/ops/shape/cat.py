@@ -17,7 +17,7 @@ from ..._compat.c10d import group_along
 from ...dispatch.planning import AtenCall, AtenPlan, Path, argument, meta_of
 from ...dispatch.registry import DECLINED
 from ...dispatch.tensor import redistribute_to
-from ...layout.geometry import Interval, boundaries_of, chunk_sizes, intersect, intervals_of, length, resized
+from ...layout.intervals import Interval, boundaries_of, chunk_sizes, intersect, intervals_of, length, resized
 from ...layout.placements import AxisLayout
 from ...layout.spec import ShardTensorSpec
 from ...operators.declaration import Arguments, Composed, operator

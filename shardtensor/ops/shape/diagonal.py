@@ -16,7 +16,7 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 from ..._compat import TensorMeta
 from ...dispatch.planning import AtenCall, AtenPlan, argument, is_inplace, meta_of
 from ...dispatch.registry import DECLINED
-from ...layout.geometry import intersect, map_boundaries
+from ...layout.intervals import intersect, map_boundaries
 from ...layout.placements import AxisLayout
 from ...layout.spec import ShardTensorSpec
 from ...operators.declaration import Arguments, Composed, operator

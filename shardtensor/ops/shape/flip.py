@@ -12,7 +12,7 @@ from ..._compat.c10d import group_along
 from ...dispatch.planning import AtenCall, AtenPlan, argument, meta_of
 from ...dispatch.registry import DECLINED, register
 from ...dispatch.tensor import ShardTensor
-from ...layout.geometry import Interval, intersect, intervals_of, length
+from ...layout.intervals import Interval, intersect, intervals_of, length
 from ...layout.spec import ShardTensorSpec
 from ...operators.declaration import operator
 from .view import Assembly, wrap_dim

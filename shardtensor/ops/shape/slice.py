@@ -19,7 +19,7 @@ from ...dispatch.copied_views import Moved, mark_copied
 from ...dispatch.planning import AtenCall, AtenPlan, argument, meta_of
 from ...dispatch.registry import DECLINED
 from ...dispatch.tensor import redistribute_to
-from ...layout.geometry import Interval, intervals_of, map_boundaries, resized, sizes_of
+from ...layout.intervals import Interval, intervals_of, map_boundaries, resized, sizes_of
 from ...layout.placements import AxisLayout
 from ...layout.spec import ShardTensorSpec
 from ...operators.declaration import Arguments, Composed, operator

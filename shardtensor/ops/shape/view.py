@@ -28,7 +28,7 @@ from ...dispatch.aten_calls import run
 from ...dispatch.planning import AtenCall, AtenPlan, Path, meta_of
 from ...dispatch.registry import DECLINED, register
 from ...dispatch.tensor import ShardTensor
-from ...layout.geometry import Interval, chunk_sizes, intersect, intervals_of, length, map_boundaries, resized
+from ...layout.intervals import Interval, chunk_sizes, intersect, intervals_of, length, map_boundaries, resized
 from ...layout.placements import AxisLayout
 from ...layout.spec import ShardTensorSpec
 from ...layout.strides import cat_like

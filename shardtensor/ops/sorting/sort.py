@@ -25,7 +25,7 @@ from ...dispatch.planning import AtenCall, AtenPlan, Path, argument, meta_of
 from ...dispatch.registry import DECLINED, register
 from ...dispatch.tensor import ShardTensor, as_gradient, redistribute_to, wrap
 from ...errors import UnsupportedSharding
-from ...layout.geometry import map_boundaries
+from ...layout.intervals import map_boundaries
 from ...layout.spec import ShardTensorSpec
 from ...operators.declaration import Arguments, Composed, operator
 from ..common.alignment import as_operand, free_dims

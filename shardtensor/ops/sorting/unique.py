@@ -20,7 +20,7 @@ from ...dispatch.aten_calls import run
 from ...dispatch.registry import DECLINED, register
 from ...dispatch.tensor import ShardTensor, wrap
 from ...errors import refuse
-from ...layout.geometry import boundaries_of, chunk_sizes, intervals_of, resized
+from ...layout.intervals import boundaries_of, chunk_sizes, intervals_of, resized
 from ...layout.placements import AxisLayout
 from ...layout.spec import ShardTensorSpec
 from ...ranks.cuda_graphs import check_has_values

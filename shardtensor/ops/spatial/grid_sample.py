@@ -24,7 +24,7 @@ from ...communication.halo import Fetch
 from ...communication.redistribute import all_gather
 from ...dispatch.tensor import redistribute_to
 from ...errors import UnsupportedSharding
-from ...layout.geometry import Interval, map_boundaries
+from ...layout.intervals import Interval, map_boundaries
 from ...layout.placements import AxisLayout
 from ...layout.spec import ShardTensorSpec
 from ...operators.declaration import Arguments, Plan, operator

@@ -18,7 +18,7 @@ from torch import Tensor
 from ..._compat import kernel, nn_functions
 from ...communication.halo import Fetch
 from ...dispatch.registry import DECLINED, FUNCTIONS
-from ...layout.geometry import Interval, intervals_of, length, map_boundaries
+from ...layout.intervals import Interval, intervals_of, length, map_boundaries
 from ...layout.spec import ShardTensorSpec
 from ...layout.strides import CHANNELS_LAST, zeros_like
 from ...operators.declaration import Arguments, Composed, LocalPlan, Plan, operator

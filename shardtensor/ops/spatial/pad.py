@@ -17,7 +17,7 @@ from torch import Tensor
 from ..._compat import AutogradFunction, nn_functions, recomputed
 from ...communication.exchange import plan_intervals
 from ...communication.halo import Axis, Fetch, Narrow
-from ...layout.geometry import Interval, boundaries_of, intersect, intervals_of, length, sizes_of
+from ...layout.intervals import Interval, boundaries_of, intersect, intervals_of, length, sizes_of
 from ...layout.spec import ShardTensorSpec
 from ...layout.strides import stride_like
 from ...operators.declaration import Arguments, Composed, LocalPlan, Plan, operator

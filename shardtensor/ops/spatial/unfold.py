@@ -20,8 +20,9 @@ from ...dispatch import planning
 from ...dispatch.copied_views import Moved, mark_copied
 from ...dispatch.registry import DECLINED
 from ...dispatch.tensor import redistribute_to
-from ...layout.geometry import Window, intervals_of, map_boundaries
+from ...layout.intervals import intervals_of, map_boundaries
 from ...layout.spec import ShardTensorSpec
+from ...layout.windows import Window
 from ...operators.declaration import Arguments, Composed, LocalPlan, Plan, operator
 from ..common.stencil import keeping_sums, per_dim, resized
 from ..shape.view import carry, fitted, moved_off, wrap_dim
@@ -42,7 +43,7 @@ def plan_unfold(call: Arguments, self: ShardTensorSpec, dimension: int, size: in
     spec = keeping_sums(self)
     m = spec.sharded_dims()[dim]
     window = Window(size=spec.shape[dim], kernel=size, stride=step)
-    sizes = map_boundaries(spec.sizes_along(m), window.boundary)
+    sizes = map_boundaries(spec.sizes_along(m), window.owned_boundary)
     fetch = Fetch.of(spec, {dim: [window.reads(out) for out in intervals_of(sizes)]})
     mine, ndim = sizes[spec.coordinate[m]], len(spec.shape)
 

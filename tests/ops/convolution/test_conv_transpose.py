@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.tensor import Shard
 
 from shardtensor import UnsupportedSharding
-from shardtensor.layout.geometry import boundaries_of, intervals_of, map_boundaries
+from shardtensor.layout.intervals import boundaries_of, intervals_of, map_boundaries
 from shardtensor.ops.convolution.conv import TransposedWindow
 from shardtensor.testing import (
     assert_matches_unsharded,
@@ -43,7 +43,7 @@ def test_geometry_against_brute_force(size, kernel, stride, dilation, padding, e
     w = TransposedWindow(size, kernel, stride, dilation, padding, extra)
     if w.outputs < 1:
         return
-    cuts = [w.boundary(c) for c in range(size + 1)]
+    cuts = [w.owned_boundary(c) for c in range(size + 1)]
     assert cuts[0] == 0 and cuts[-1] == w.outputs and cuts == sorted(cuts)
     a = data.draw(st.integers(0, w.outputs - 1))
     b = data.draw(st.integers(a + 1, w.outputs))
@@ -199,7 +199,7 @@ def test_errors():
 
 def test_cuts_follow_the_upsampling():
     w = TransposedWindow(size=9, kernel=2, stride=2, dilation=1, padding=0, extra=0)
-    assert map_boundaries((4, 0, 5), w.boundary) == (8, 0, 10)
+    assert map_boundaries((4, 0, 5), w.owned_boundary) == (8, 0, 10)
     w = TransposedWindow(size=9, kernel=3, stride=2, dilation=1, padding=1, extra=1)
-    assert map_boundaries((4, 0, 5), w.boundary) == (8, 0, 10)
+    assert map_boundaries((4, 0, 5), w.owned_boundary) == (8, 0, 10)
     assert boundaries_of((8, 0, 10)) == (0, 8, 8, 18) and intervals_of((8, 0, 10))[2] == (8, 18)

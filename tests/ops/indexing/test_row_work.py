@@ -68,7 +68,7 @@ def laid_out(edges, nodes, features, ranks, at_nodes):
     """``x`` in even shards, and the edges: each rank has those that end at its nodes, or an even part."""
     mesh = shared_mesh(ranks)
     x = shard(torch.randn(nodes, features, generator=seeded(1)), mesh, [Shard(0)], requires_grad=True)
-    ends = torch.tensor(shardtensor.layout.geometry.boundaries_of(x.shard_sizes[0]), device="cpu")
+    ends = torch.tensor(shardtensor.layout.intervals.boundaries_of(x.shard_sizes[0]), device="cpu")
     sizes = {0: torch.searchsorted(edges[1].contiguous(), ends).diff().tolist()} if at_nodes else None
     return x, shard(edges.to(x.device), mesh, [Shard(1)], sizes)
 

@@ -15,7 +15,8 @@ from spatial_cases import check_cases, data, squared_gradient
 from torch import nn
 from torch.distributed.tensor import Partial, Replicate, Shard
 
-from shardtensor.layout.geometry import Window, intervals_of, map_boundaries
+from shardtensor.layout.intervals import intervals_of, map_boundaries
+from shardtensor.layout.windows import Window
 from shardtensor.ops.common.stencil import scaled_boundary
 from shardtensor.ops.pooling.adaptive_pool import adaptive_window
 from shardtensor.ops.pooling.pool import pool_reads
@@ -285,7 +286,7 @@ def test_kernels_get_what_the_windows_read(sizes, kernel, stride, padding, dilat
     else:
         pool = lambda x, p: F.max_pool1d(x, kernel, stride, p, dilation, ceil_mode)  # noqa: E731
     parts = []
-    for out in intervals_of(map_boundaries(sizes, w.boundary)):
+    for out in intervals_of(map_boundaries(sizes, w.owned_boundary)):
         (start, stop), p, drop = pool_reads(w, out, kernel if averages else 0)
         assert 0 <= start <= stop <= w.size
         if out[1] > out[0]:

@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed.tensor import Partial, Replicate, Shard
 
 from shardtensor import ShardTensor, UnsupportedSharding
-from shardtensor.layout.geometry import boundaries_of, intervals_of, length, map_boundaries
+from shardtensor.layout.intervals import boundaries_of, intervals_of, length, map_boundaries
 from shardtensor.layout.strides import CHANNELS_LAST
 from shardtensor.ops.common.stencil import scaled_boundary
 from shardtensor.ops.spatial.interpolate import Resize, as_local

@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.tensor import Partial, Shard
 from torch.nn.utils.rnn import pad_sequence
 
-from shardtensor.layout.geometry import boundaries_of, intervals_of
+from shardtensor.layout.intervals import boundaries_of, intervals_of
 from shardtensor.ops.spatial.pad import pad_reads, pad_sizes, pad_sources
 from shardtensor.testing import (
     assert_matches_unsharded,
@@ -68,9 +68,7 @@ def cases():
     return result
 
 
-@pytest.mark.parametrize(
-    ("mesh_shape", "half"), [(1, None), (2, None), *in_halves([(3,), (4,), ((2, 2),)])], ids=str
-)
+@pytest.mark.parametrize(("mesh_shape", "half"), [(1, None), (2, None), *in_halves([(3,), (4,), ((2, 2),)])], ids=str)
 @on_ranks("mesh_shape", timeout=200)
 def test_padding_matches_one_device(mesh_shape, half):
     check_cases(cases(), mesh_shape, half=half)

@@ -26,7 +26,7 @@ from ..context import Setting
 from ..dispatch.tensor import ShardTensor, from_dtensor, from_part, promote, redistribute_to, to_part
 from ..dispatch.transform_levels import InsideLevels
 from ..errors import refuse
-from ..layout.geometry import aligned_sizes
+from ..layout.intervals import aligned_sizes
 from ..layout.placements import AxisLayout
 from ..layout.spec import ShardTensorSpec
 from ..ranks.cuda_graphs import is_capturing
