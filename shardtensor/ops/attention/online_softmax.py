@@ -31,6 +31,8 @@ from .kernels import Block, Dropout, Explicit, Kernel, finite, fused_kernel, has
 from .layout import NAME, AttentionLayout, Parts
 
 _DIMS = 4  # that torch's kernels take
+# Of all keys and values: up to here those that are fetched are kept for backward, and larger ones fetched again.
+KEPT_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +85,8 @@ class AttentionWork:
         exchanges: whether there are blocks on other ranks, so that results have to be put together.
         group: of the ranks that exchange something; None where nothing is exchanged.
         fetch: of keys and values next to each other; None where they are at hand.
+        keeps: whether what is fetched is kept for the backward pass. Otherwise it is fetched again there: each rank
+            keeps its shard alone, for one more exchange.
         joins: whether keys and values travel as one tensor, next to each other.
         alone: whether one call of a kernel gives the result.
         empty: whether some rank's queries, keys or values are; torch's kernels crash on such.
@@ -96,6 +100,7 @@ class AttentionWork:
         self.exchanges = m is not None and layout.head_sizes is None and layout.fetched is None
         self.group = None if m is None else group_along(query.mesh, m)
         self.fetch = _fetch(layout)
+        self.keeps = sum(t.shape.numel() * t.held_dtype.itemsize for t in (key, value)) < KEPT_BYTES
         self.joins = (self.fetch is not None or layout.ring is not None) and key.shape[:-1] == value.shape[:-1]
         self._widths = [key.shape[-1], value.shape[-1]]
         first = self.parts[0]
@@ -315,7 +320,8 @@ def forward(
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
     """The result for the local queries, and what :func:`backward` needs besides the operands.
 
-    That is the result (as fused kernels keep it, in the dtype of ``q``), the ``finite(lse)``, and what was fetched.
+    That is the result (as fused kernels keep it, in the dtype of ``q``), the ``finite(lse)``, and what was fetched, if
+    that is kept.
     """
     with without_autocast(q.device.type):
         held = work.held(k, v)
@@ -330,7 +336,7 @@ def forward(
         rounded = cast(out, q.dtype)
         # Of fewer dims one device's kernel is never a fused one: its gradient is computed from a result in float32.
         kept = out if len(work.query.shape) < _DIMS else rounded
-        return rounded, (kept, lse) if work.fetch is None else (kept, lse, *held)
+        return rounded, (kept, lse, *held) if work.fetch is not None and work.keeps else (kept, lse)
 
 
 def _by_blocks(

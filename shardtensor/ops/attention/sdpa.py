@@ -54,9 +54,9 @@ def attention_method(name: str) -> Iterator[None]:
     Args:
         name: "ring": keys and values are sent around a ring of ranks, in blocks. "heads": an all-to-all shards the
             heads instead of the sequence. "fetch": each rank gets all keys and values that its queries attend to in one
-            exchange, and holds them until backward. "auto" (default): "fetch" if keys and values are small, and
-            otherwise "ring" or "heads" by an estimate of their times. A call whose heads or mask do not allow "heads"
-            or "fetch" uses the ring; see docs/attention.md.
+            exchange, and again in the backward pass if they are 1 MiB or more. "auto" (default): "fetch" if keys and
+            values are small, and otherwise "ring" or "heads" by an estimate of their times. A call whose heads or mask
+            do not allow "heads" or "fetch" uses the ring; see docs/attention.md.
 
     Raises:
         ValueError: another name.

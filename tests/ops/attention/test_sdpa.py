@@ -735,6 +735,42 @@ def test_bytes_of_fetching(dtype):
         assert causal == (2 - rank, (2 - rank) * own * there) and causal_backward == (rank, before * back)
 
 
+def kept_and_sent(length, causal) -> tuple[int, tuple[int, int]]:
+    """Bytes that autograd keeps of attention by fetching, and messages of both passes; its gradients are checked."""
+    whole = [data(1, 2, length, 64, dtype=torch.float32) for _ in range(3)]
+    q, k, v = (shard(t, shared_mesh(2), ROWS, {0: (length - 9, 9)}, requires_grad=True) for t in whole)
+    memory = {}
+    noting = torch.autograd.graph.saved_tensors_hooks(lambda t: note_memory(memory, t), lambda t: t)
+    with shardtensor.attention_method("fetch"), count_communication() as forward, noting:
+        out = sdpa(q, k, v, is_causal=causal)
+    with count_communication() as backward:
+        out.sum().backward()
+    plain = [t.clone().requires_grad_() for t in whole]
+    sdpa(*plain, is_causal=causal).sum().backward()
+    for own, one in zip((q, k, v), plain, strict=True):
+        torch.testing.assert_close(own.grad.full_tensor(), one.grad, rtol=1e-4, atol=1e-4)
+    return sum(memory.values()), (forward.collectives["all_to_all"], backward.collectives["all_to_all"])
+
+
+def note_memory(memory, tensor):
+    storage = (tensor._local_tensor if isinstance(tensor, ShardTensor) else tensor).untyped_storage()
+    memory[storage.data_ptr()] = storage.nbytes()
+    return tensor
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_large_keys_are_fetched_again_and_not_kept(causal):
+    """From 1 MiB of keys and values on each rank keeps its shard alone; smaller ones are kept, in one exchange less."""
+    for length, exchanges in ((1500, (1, 2)), (128, (1, 1))):
+        results = run_distributed(kept_and_sent, 2, length, causal)
+        for rows, (kept, sent) in zip((length - 9, 9), results, strict=True):
+            assert sent == exchanges
+            row = 2 * 4  # bytes of a number of both heads
+            shard_alone = row * rows * (4 * 64 + 1)
+            fetched = row * 2 * 64 * (rows if causal and rows > 9 else length)
+            assert kept == shard_alone + (0 if length == 1500 else fetched)
+
+
 def check_heads_traffic() -> tuple[int, dict]:
     sizes = {0: (5, 1, 3)}
     q, k, v = (shard(torch.randn(2, 5, 9, 4), shared_mesh(3), ROWS, sizes) for _ in range(3))
