@@ -169,7 +169,7 @@ class _FetchedDim:
     def __call__(self, local: Tensor) -> Tensor:
         if torch.is_grad_enabled() and local.requires_grad:
             return _Fetched.apply(local, self)
-        return self.fetch(local)
+        return self.join(local, self.receive(local))
 
     def fetch(self, local: Tensor) -> Tensor:
         """What this rank needs, in the shard's memory format."""
@@ -229,7 +229,7 @@ class _Fetched(AutogradFunction):
     def forward(ctx: Any, local: Tensor, step: _FetchedDim) -> Tensor:
         ctx.set_materialize_grads(False)
         ctx.step, ctx.stride = step, stride_like(local, local.shape)
-        return step.fetch(local)
+        return step.join(local, step.receive(local))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None) -> Any:

@@ -26,7 +26,15 @@ from typing import Any, NamedTuple, TypeVar, cast
 import torch
 from torch import Tensor
 
-from .._compat import OpOverload, counting_writes, is_traced, not_for_graphs, same_memory, whole_of
+from .._compat import (
+    DisableTorchFunction,
+    OpOverload,
+    counting_writes,
+    is_traced,
+    not_for_graphs,
+    same_memory,
+    whole_of,
+)
 from ..errors import refuse
 
 View = TypeVar("View", bound=Tensor)
@@ -116,9 +124,8 @@ def count_writes() -> None:
 
 
 def _version(tensor: Tensor) -> int:
-    if tensor.is_inference():
-        return 0  # inference tensors have no version counter
-    version: int = tensor._version
+    with DisableTorchFunction():
+        version: int = 0 if tensor.is_inference() else tensor._version  # inference tensors have no version counter
     return version + _counted(tensor)[0] if _counting else version
 
 

@@ -254,7 +254,8 @@ class _Run(AutogradFunction):
                 ctx.others[i] = None
             device = plan.device
             ctx.autocast = (device, torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else ()
-        return plan.wrapped(result)
+        outputs = plan.outputs
+        return wrap(result, outputs) if type(outputs) is ShardTensorSpec else plan.wrapped(result)
 
     @staticmethod
     def backward(ctx: _RunContext, *grads: Tensor | None) -> tuple[Tensor | None, ...]:

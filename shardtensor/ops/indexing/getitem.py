@@ -113,6 +113,8 @@ def _is_sharded_mask(item: object) -> TypeGuard[ShardTensor]:
 @register(Tensor.__getitem__)
 def _getitem(self: Tensor, index: object) -> Tensor:
     given = _items(index)
+    if type(self) is ShardTensor and (only := _only_number(given, len(self._spec.shape))) is not None:
+        return torch.select(self, *only) if only[0] % len(self._spec.shape) in self._spec.sharded_dims() else DECLINED
     masks = [item for item in given if _is_sharded_mask(item)]
     if masks:
         x = as_operand(self, masks[0].device_mesh)
@@ -120,8 +122,6 @@ def _getitem(self: Tensor, index: object) -> Tensor:
         x = self
     else:
         return DECLINED
-    if not masks and (only := _only_number(given, x.ndim)) is not None:
-        return torch.select(x, *only) if only[0] % x.ndim in x._spec.sharded_dims() else DECLINED
     entries = _entries(x, _with_tensors(given, x.device))
     if entries is None or not (masks or _concerns_shards(x, entries)):
         return DECLINED

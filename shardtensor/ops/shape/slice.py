@@ -8,17 +8,17 @@ layout, if that is known.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import Partial, Replicate
+from torch.distributed.tensor import Partial, Replicate, Shard
 
-from ..._compat import TensorMeta
+from ..._compat import AutogradFunction, FunctionContext, TensorMeta
 from ...dispatch.copied_views import Moved, mark_copied
 from ...dispatch.planning import AtenCall, AtenPlan, argument, meta_of
 from ...dispatch.registry import DECLINED
-from ...dispatch.tensor import redistribute_to
+from ...dispatch.tensor import ShardTensor, as_gradient, wrap
 from ...layout.intervals import Interval, intervals_of, map_boundaries, resized, sizes_of
 from ...layout.placements import AxisLayout
 from ...layout.spec import ShardTensorSpec
@@ -202,6 +202,15 @@ def _summed(spec: ShardTensorSpec, dim: int, index: int) -> ShardTensorSpec:
     return spec.with_axes({m: AxisLayout(Partial(), held) if len(held) > 1 else AxisLayout(Replicate())})
 
 
+def _without(spec: ShardTensorSpec, dim: int) -> ShardTensorSpec:
+    """The spec of an entry without its dim."""
+    meta = spec.tensor_meta
+    shape, stride = ((*of[:dim], *of[dim + 1 :]) for of in (meta.shape, meta.stride))
+    axes = {m: AxisLayout(Shard(d - (d > dim)), spec.sizes_along(m)) for d, m in spec.sharded_dims().items()}
+    layout = [axes.get(m, axis) for m, axis in enumerate(spec.layout)]
+    return spec.with_layout(layout, meta._replace(shape=torch.Size(shape), stride=stride))
+
+
 def entry_of(x: Tensor | ShardTensorSpec, dim: int, index: int) -> int:
     """The number of an entry that may count from the end; torch's IndexError where there is none."""
     n = x.shape[dim]
@@ -217,15 +226,57 @@ def _select_above_autograd(call: Arguments, input: ShardTensorSpec, dim: int, in
     if d is None or d not in input.sharded_dims() or not isinstance(index, int):
         return DECLINED
     at, meta = entry_of(input, d, index), input.tensor_meta
-    target = _summed(input, d, at).replace(meta=meta._replace(shape=torch.Size(resized(meta.shape, d, 1))))
+    taken = range(at, at + 1)
+    kept = _sliced(input, meta._replace(shape=torch.Size(resized(meta.shape, d, 1))), d, taken)
+    record_source((d, taken), input, kept.for_gradient())
+    slot = _Slot(d, at, kept, _without(_summed(input, d, at), d), _read_entry(input, d, at))
 
     def entry(x: Tensor) -> Tensor:
-        part = redistribute_to(torch.narrow(x, d, at, 1), target)
-        result = mark_copied(part.squeeze(d), x, Moved(again=entry))
-        result._entry_of = x, d, at  # type: ignore[attr-defined]  # for writing there, see getitem.py
+        result = mark_copied(_Entry.apply(x, slot), x, Moved(again=entry))
+        result._entry_of = x, d, at  # for writing there, see getitem.py
         return result
 
     return Composed(entry)
+
+
+class _Slot(NamedTuple):
+    """Where an entry is, and how it lies: with its dim ``kept``, and as the result is."""
+
+    dim: int
+    index: int
+    kept: ShardTensorSpec
+    result: ShardTensorSpec
+    read: Callable[..., Tensor]
+
+
+class _Entry(AutogradFunction):
+    """Its gradient goes to the owner alone, and into zeros of the tensor's own shards."""
+
+    apply: ClassVar[Callable[[Tensor, _Slot], Any]]
+
+    @staticmethod
+    def forward(ctx: FunctionContext, x: ShardTensor, slot: _Slot) -> ShardTensor:
+        ctx.set_materialize_grads(False)
+        ctx.slot, ctx.shape = slot, x.shape
+        return wrap(slot.read(x._local_tensor), slot.result)
+
+    @staticmethod
+    def backward(ctx: FunctionContext, grad: Tensor | None) -> tuple[Tensor | None, None]:
+        if grad is None:
+            return None, None
+        dim, index, kept = ctx.slot[:3]
+        part = as_gradient(grad.unsqueeze(dim), kept)
+        return _aten.slice_backward.default(part, ctx.shape, dim, index, index + 1, 1), None
+
+
+def _read_entry(spec: ShardTensorSpec, dim: int, index: int) -> Callable[..., Tensor]:
+    """What this rank's shard has of an entry of a sharded dim: all of it, or zeros."""
+    a, b = spec.own_interval(dim)
+    local = spec.local_shape()
+    shape = [*local[:dim], *local[dim + 1 :]]
+    if a <= index < b:
+        return lambda x, *_: x.select(dim, index - a).clone()
+    return lambda x, *_: x.new_zeros(shape)
 
 
 @operator(_aten.select.int)
@@ -237,13 +288,7 @@ def _select(call: AtenCall) -> AtenPlan:
         return AtenPlan(carry(call, spec, call.meta, dims))
     index = wrap_dim(index, spec.shape[dim])
     out = carry(call, _summed(spec, dim, index), call.meta, dims)
-    a, b = spec.interval(spec.sharded_dims()[dim])
-    shape = out.local_shape()
-
-    def entry(x: Tensor, *_: int) -> Tensor:
-        return x.select(dim, index - a).clone() if a <= index < b else x.new_zeros(shape)
-
-    return AtenPlan(out, call=entry, call_moves=True)
+    return AtenPlan(out, call=_read_entry(spec, dim, index), call_moves=True)
 
 
 @operator(_aten.select_backward.default)
