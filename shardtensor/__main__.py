@@ -51,7 +51,7 @@ def _explain(options: argparse.Namespace) -> int:
         only=only,
         values=True if options.values else None,
     )
-    print(json.dumps(found.to_dict(), indent=1) if options.json else found)
+    print(json.dumps(found.to_dict(), indent=1) if options.json else found.share() if options.share else found)
     if options.html:
         try:
             found.to_html(options.html)

@@ -41,6 +41,7 @@ def parser() -> argparse.ArgumentParser:
     explain.add_argument("--sizes", type=_sizes, help="shard sizes, one list per mesh dim: 300+1050 or 300+1050,2700")
     explain.add_argument("--only", type=_ranks, help='ranks to run, "all" or 0,3 (default: a sample of large worlds)')
     explain.add_argument("--values", action="store_true", help="run with values, in the memory of one rank")
+    explain.add_argument("--share", action="store_true", help="print only how far a rank is from its part of the work")
     explain.add_argument("--json", action="store_true", help="print JSON in place of a table")
     explain.add_argument("--html", metavar="FILE", help="write a page, too")
     explain.set_defaults(command="explain")

@@ -8,13 +8,16 @@ from __future__ import annotations
 
 from ..machines import MACHINES, Machine
 from .advice import Advice, Choice, advise
-from .report import Explanation, Layer, Share
+from .excess import Excess
+from .layers import Layer, Share
+from .report import Explanation
 from .run import UnfitArguments, explain
 
 __all__ = [
     "MACHINES",
     "Advice",
     "Choice",
+    "Excess",
     "Explanation",
     "Layer",
     "Machine",

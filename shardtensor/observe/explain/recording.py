@@ -170,6 +170,8 @@ class Row:
     takes_shards: bool = False
     in_turn: bool = False
     ended: bool = False
+    call: int = 0  # which of the model's calls it is: the same number on one process
+    operands: tuple[str, ...] = ()
 
     def note_result(self, result: Any) -> None:
         """Take shapes and layout of what the operator returns, or of what it has written to."""
@@ -185,6 +187,8 @@ class Row:
         """Whether shards are computed with, and whether a sharded index reads or adds to the rows of a sharded dim."""
         tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, DTensor)]
         self.takes_shards = bool(tensors)
+        specs = [t._spec for t in tensors if isinstance(t, ShardTensor)]
+        self.operands = tuple(f"{tuple(spec.shape)} {', '.join(a.in_short() for a in spec.layout)}" for spec in specs)
         if self.operator not in _BY_INDEX:
             return
         index = [t for t in tensors[1:] if isinstance(t, ShardTensor) and t.dtype in _INDICES and t.ndim]
@@ -218,6 +222,7 @@ class Recorder:
         self._path: list[str] = []
         self._row: Row | None = None
         self._calling = False
+        self._calls = 0
         self._weights: Row | None = None
         self._phase = 0
         self._starts: list[int] = []  # numbers of the first nodes of rows, ascending
@@ -305,6 +310,8 @@ class Recorder:
             return func(*args, **kwargs)
         self._close(self._row)
         row = self.open(name)
+        self._calls += 1
+        row.call = self._calls
         with self._inside():
             row.note_operands(args, kwargs)
             try:

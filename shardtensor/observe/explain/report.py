@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import reduce
@@ -12,95 +11,14 @@ from pathlib import Path
 from typing import Any
 
 from ..counting import Communication
+from .excess import Excess, by_module, excess_of, repeated
+from .layers import Layer, imbalance
 
 # -- results -----------------------------------------------------------------------------------------------------------
 
 # What a preview says: layers, what each of them costs each rank, and what is refused.
 
 PHASES = ("forward", "backward")
-
-
-@dataclass(frozen=True)
-class Share:
-    """What a layer costs one rank.
-
-    Attributes:
-        outputs: shapes of its local results.
-        output_bytes: their size.
-        saved_bytes: memory that the layer keeps for the backward pass, without that of earlier layers, weights and
-            inputs. 0 if nothing requires a gradient.
-        flops: floating-point operations of products and convolutions in the forward pass, and in the backward pass.
-        forward, backward: the communication, as :func:`shardtensor.testing.count_communication` counts it.
-        rows, other_rows: the number of rows of other ranks that the layer reads by a sharded index, and the number of
-            rows that those ranks have.
-    """
-
-    outputs: tuple[tuple[int, ...], ...]
-    output_bytes: int
-    saved_bytes: int
-    flops: tuple[int, int]
-    forward: Communication
-    backward: Communication
-    rows: int = 0
-    other_rows: int = 0
-
-    @property
-    def messages(self) -> int:
-        """Messages sent in both passes."""
-        return self.forward.messages + self.backward.messages
-
-    @property
-    def collectives(self) -> int:
-        """Collectives in both passes, except all-to-alls, which count as messages."""
-        both = self.forward.collectives + self.backward.collectives
-        return sum(n for kind, n in both.items() if kind != "all_to_all")
-
-    @property
-    def bytes_sent(self) -> int:
-        """Bytes of messages, and of this rank's operands of collectives."""
-        return sum(each.bytes_sent + each.collective_bytes for each in (self.forward, self.backward))
-
-
-@dataclass(frozen=True)
-class Layer:
-    """One call of an operator.
-
-    Attributes:
-        path: the path of the module that calls it; "" for the model itself.
-        module: the class of that module; "" if the model is a function.
-        operator: the name of the operator.
-        shapes: the shapes of its global results.
-        layout: the layout of the results; "" if they are plain.
-        shares: the share of each rank, by rank.
-        refused: the text of the refusal with its remedy; "" if the operator is not refused.
-    """
-
-    path: str
-    module: str
-    operator: str
-    shapes: tuple[tuple[int, ...], ...]
-    layout: str
-    shares: dict[int, Share]
-    refused: str = ""
-
-    @property
-    def work(self) -> dict[int, int]:
-        """The work of each rank: floating-point operations, or elements if no operations are counted."""
-        flops = {rank: sum(share.flops) for rank, share in self.shares.items()}
-        if any(flops.values()):
-            return flops
-        return {rank: sum(map(math.prod, share.outputs)) for rank, share in self.shares.items()}
-
-    @property
-    def imbalance(self) -> float:
-        """The largest work of a rank divided by the mean of all ranks that were run; 1.0 is balanced."""
-        return imbalance(self.work)
-
-    @property
-    def matters(self) -> bool:
-        """Whether it communicates, keeps memory, computes products or is refused, unlike views."""
-        shares = self.shares.values()
-        return bool(self.refused) or any(s.messages or s.collectives or s.saved_bytes or any(s.flops) for s in shares)
 
 
 @dataclass(frozen=True)
@@ -118,6 +36,8 @@ class Explanation:
         differentiated: whether a backward pass was run.
         stopped: the reason if the run ended early; otherwise "".
         notes: notes about the numbers.
+        parts: how much of the sharded inputs each rank has, from 0 to 1; empty if the model reads values, or nothing is
+            sharded.
     """
 
     mesh: tuple[int, ...]
@@ -130,6 +50,26 @@ class Explanation:
     differentiated: bool
     stopped: str = ""
     notes: tuple[str, ...] = field(default=())
+    parts: dict[int, float] = field(default_factory=dict)
+
+    @property
+    def excess(self) -> Excess | None:
+        """What the busiest rank computes and keeps, divided by its part of what one process does; 1.0 is ideal.
+
+        None if the model reads values, or nothing is sharded.
+        """
+        return excess_of(self.layers, self.parts) if self.parts else None
+
+    def share(self) -> str:
+        """Return a line for the model, one for each module that is far from its part, and where repeated work begins.
+
+        The numbers are those of :attr:`excess`.
+        """
+        if not self.parts:
+            return "not compared with one process: nothing is sharded, or the model reads values, or needs ShardTensors"
+        lines = [f"a rank, relative to its part of the input (1.0 is ideal): {self.excess}"]
+        lines += [f"    {path}: {excess}" for path, excess in by_module(self.layers, self.parts)]
+        return "\n".join([*lines, *filter(None, [repeated(self.layers, self.parts)])])
 
     @property
     def refused(self) -> tuple[Layer, ...]:
@@ -166,7 +106,9 @@ class Explanation:
             "",
             table(_RANK_COLUMNS, _rank_lines(self)),
         ]
-        parts += [f"\nrefused in {_name(layer)}: {layer.refused}" for layer in self.refused]
+        if self.parts:
+            parts += ["", self.share()]
+        parts += [f"\nrefused in {layer.name}: {layer.refused}" for layer in self.refused]
         if self.stopped:
             parts.append(f"\nThe run ended early: {self.stopped}")
         parts += [f"\n{note}" for note in self.notes]
@@ -177,6 +119,7 @@ class Explanation:
         result = asdict(self)
         result["balance"] = {rank: self.flops(rank) for rank in self.ranks}
         result["imbalance"] = imbalance(result["balance"])
+        result["excess"] = None if self.excess is None else self.excess._asdict()
         result["totals"] = {
             rank: {phase: asdict(self.communication(rank, phase)) for phase in PHASES}
             | {"saved_bytes": self.total(rank, "saved_bytes")}
@@ -207,12 +150,6 @@ class Explanation:
         return text
 
 
-def imbalance(work: dict[int, int]) -> float:
-    """The largest by the mean; 1.0 where there is none."""
-    total = sum(work.values())
-    return max(work.values()) * len(work) / total if total else 1.0
-
-
 # -- report ------------------------------------------------------------------------------------------------------------
 
 _WIDTH = 20  # of a bar, in characters
@@ -241,7 +178,7 @@ def _layer_line(layer: Layer) -> tuple[str, ...]:
     shares = layer.shares.values()
     flops = max(sum(share.flops) for share in shares)
     return (
-        _name(layer),
+        layer.name,
         shape_text(layer.shapes),
         "REFUSED" if layer.refused else layer.layout,
         _number(max(share.messages for share in shares)),
@@ -277,10 +214,6 @@ def _with_text_keys(value: Any) -> Any:
 
 
 # -- how things are written -------------------------------------------------------------------------------------------
-
-
-def _name(layer: Layer) -> str:
-    return f"{layer.path} {layer.operator}".strip()
 
 
 def shape_text(shapes: Sequence[Sequence[int]]) -> str:

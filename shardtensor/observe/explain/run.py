@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -28,8 +28,9 @@ from ...layout.spec import ShardTensorSpec
 from .._compat import without_graphs
 from ..counting import Communication
 from ..simulate import simulate_ranks, without_groups
+from .layers import Layer, Share
 from .recording import Recorder, Row
-from .report import Explanation, Layer, Share
+from .report import Explanation
 
 # -- prepare -----------------------------------------------------------------------------------------------------------
 
@@ -82,16 +83,23 @@ class Job:
 
     def held(self, rank: int) -> int:
         """How many bytes of the inputs a rank holds."""
+        return sum(own for _, own, _ in self._inputs_of(rank))
+
+    def part(self, rank: int) -> float:
+        """How much of the sharded inputs a rank holds, from 0 to 1."""
+        sharded = [(own, n) for is_sharded, own, n in self._inputs_of(rank) if is_sharded]
+        return sum(own for own, _ in sharded) / max(1, sum(n for _, n in sharded))
+
+    def _inputs_of(self, rank: int) -> Iterator[tuple[bool, int, int]]:
+        """Of each tensor: whether it is sharded, and how many bytes a rank and one process hold of it."""
         at = [int(k) for k in torch.unravel_index(torch.tensor(rank), self.mesh)]
-        total = 0
         for value, layout, sizes in zip(tree_leaves(self.inputs), self.layouts, self.sizes):
             if isinstance(value, Tensor):
                 shape = list(value.shape)
                 for m, placement in enumerate(layout or ()):
                     if isinstance(placement, Shard):
                         shape[placement.dim] = sizes[m][at[m]]
-                total += math.prod(shape) * value.element_size()
-        return total
+                yield bool(sizes), math.prod(shape) * value.element_size(), value.nbytes
 
 
 def prepared(
@@ -252,7 +260,22 @@ def _explained(job: Job, ranks: Sequence[int], values: bool | None) -> Explanati
         runs = simulate_ranks(_run, job.world_size, job, nullcontext, only=ranks)
     if len(ranks) < job.world_size:
         notes.append(f"Only the ranks {list(ranks)} of {job.world_size} were run; the balance is theirs.")
-    return _joined(job, ranks, runs, notes)
+    return _joined(job, ranks, runs, notes, _alone(job))
+
+
+def _alone(job: Job) -> Mapping[int, Row] | None:
+    """What one process with the global tensors does, by the number of the call; it has no values, nor the memory.
+
+    None if that is what was run, or if the model does not run so.
+    """
+    if all(layout is None for layout in job.layouts):
+        return None
+    alone = replace(job, mesh=(1,), layouts=(None,) * len(job.layouts), sizes=({},) * len(job.sizes))
+    try:
+        ((rows, _),) = simulate_ranks(_run, 1, alone, without_values)
+    except Exception:  # of a model that reads values, or takes nothing but ShardTensors
+        return None
+    return {row.call: row for row in rows if row.call}
 
 
 # -- one rank ---------------------------------------------------------------------------------------------------------
@@ -342,7 +365,9 @@ class _Copying(TorchFunctionMode):
 # -- all of them ------------------------------------------------------------------------------------------------------
 
 
-def _joined(job: Job, ranks: Sequence[int], runs: Sequence[Run], notes: Sequence[str]) -> Explanation:
+def _joined(
+    job: Job, ranks: Sequence[int], runs: Sequence[Run], notes: Sequence[str], whole: Mapping[int, Row] | None
+) -> Explanation:
     """The ranks' rows as layers. All ranks call the same operators in the same order."""
     names = [[(row.path, row.operator) for row in rows] for rows, _ in runs]
     if any(each != names[0] for each in names):
@@ -365,6 +390,8 @@ def _joined(job: Job, ranks: Sequence[int], runs: Sequence[Run], notes: Sequence
                 first.layout,
                 _shares(dict(zip(ranks, rows))),
                 first.refused,
+                first.operands,
+                None if whole is None or first.call not in whole else _shares({0: whole[first.call]})[0],
             )
         )
     notes = [*notes, *_far_apart(layers)]
@@ -384,6 +411,7 @@ def _joined(job: Job, ranks: Sequence[int], runs: Sequence[Run], notes: Sequence
         differentiated=bool(job.backward),
         stopped=next((stopped for _, stopped in runs if stopped), ""),
         notes=tuple(notes),
+        parts={} if whole is None else {rank: job.part(rank) for rank in ranks},
     )
 
 

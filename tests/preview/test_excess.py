@@ -1,0 +1,92 @@
+"""How far ranks are from their part of a model's work and memory, counted next to one process."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+import shardtensor
+from shardtensor.__main__ import main
+
+
+def convolutions():
+    return nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.SiLU(), nn.Conv2d(8, 8, 3, padding=1))
+
+
+class Perceiver(nn.Module):
+    """Learned queries, of which every rank has all, over sharded tokens; what follows is repeated on every rank."""
+
+    def __init__(self):
+        super().__init__()
+        self.queries = nn.Parameter(torch.zeros(1, 64, 32))
+        self.embed = nn.Linear(32, 32)
+        self.attention = nn.MultiheadAttention(32, 4, batch_first=True)
+        self.mlp = nn.Sequential(nn.Linear(32, 512), nn.GELU(), nn.Linear(512, 32))
+
+    def forward(self, x):
+        tokens = self.embed(x)
+        queries = self.queries.expand(x.shape[0], -1, -1)
+        return self.mlp(self.attention(queries, tokens, tokens, need_weights=False)[0])
+
+
+def explained(model, shape, mesh, dim, **options):
+    return shardtensor.explain(model, torch.empty(shape, device="meta"), mesh=mesh, shard=dim, backward=True, **options)
+
+
+@pytest.mark.parametrize("sizes", [None, (300, 350, 0, 250)])
+def test_a_divided_network_has_its_part(sizes):
+    """A halo is sent and not computed twice, so only the row that is kept of it is more than a part."""
+    found = explained(convolutions(), (1, 3, 900, 64), 4, 2, shard_sizes=sizes)
+    assert found.excess.work == pytest.approx(1.0, abs=1e-6)
+    assert 1.0 <= found.excess.kept < 1.02
+    assert "alike" not in found.share() and found.share().count("\n") == 0
+
+
+def test_repeated_work_is_named_with_its_source():
+    found = explained(Perceiver(), (2, 256, 32), 2, 1)
+    one = shardtensor.explain(Perceiver(), torch.empty(2, 256, 32), mesh=1, shard=None, backward=True)
+    assert found.excess.work == pytest.approx(max(map(found.flops, (0, 1))) / (one.flops(0) / 2))
+    assert found.excess.kept == pytest.approx(found.total(0, "saved_bytes") / (one.total(0, "saved_bytes") / 2))
+    shown = found.share()
+    assert "mlp: work 2.00, kept memory 2.00" in shown
+    assert "mlp.0" not in shown.split("alike")[0]  # it is the same as that of mlp
+    assert "is done on every rank alike, from mlp.0 linear on. attention multi_head_attention_forward of" in shown
+    assert "gives R, (64, 2, 32): all ranks have all of it. Shard another dim of its operands" in shown
+    assert shown in str(found)
+
+
+def test_operands_that_were_never_sharded_are_named():
+    class Beside(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.small, self.large = nn.Linear(8, 8), nn.Linear(8, 4096)
+
+        def forward(self, x, y):
+            return self.small(x) + self.large(y).mean()
+
+    inputs = [torch.empty(2, 64, 8), torch.empty(2, 64, 8)]
+    found = shardtensor.explain(Beside(), *inputs, mesh=2, shard=[1, (None,)])
+    assert "Its operands are not sharded: (2, 64, 8) R. Shard what they are computed from" in found.share()
+
+
+class Branching(nn.Conv2d):
+    def forward(self, x):
+        return super().forward(x) if x.sum() < 1 else x
+
+
+def test_one_process_is_not_counted_where_values_are_read_or_nothing_is_sharded():
+    reading = shardtensor.explain(Branching(3, 3, 3, padding=1), torch.zeros(1, 3, 32, 8), mesh=2, shard=2)
+    alone = explained(convolutions(), (1, 3, 32, 8), 1, None)
+    for found in (reading, alone):
+        assert found.excess is None and "not compared with one process" in found.share()
+
+
+def test_command(capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "models_of_test", sys.modules[__name__])
+    command = "explain models_of_test:Perceiver --input 2x256x32 --mesh 2 --shard 1 --share"
+    assert main(command.split()) == 0
+    shown = capsys.readouterr().out
+    assert shown.startswith("a rank, relative to its part of the input") and "alike, from mlp.0 linear on" in shown
