@@ -2,8 +2,8 @@
 
 torch's sharding strategies for its own operators are not consulted. They mislabel some results on even shards and
 cannot express uneven ones, and DTensor gathers without a word. A rule here is a few lines. Strategies that users have
-registered are consulted, see user_strategies.py. An operator without a rule goes by its form above autograd, if it has
-one. Otherwise it is refused, unless all its tensors are replicated.
+registered are consulted, see user_strategies.py. An operator without a rule goes by its form above autograd, without a
+graph, if it has one. Otherwise it is refused, unless all its tensors are replicated.
 """
 
 from __future__ import annotations
@@ -105,6 +105,11 @@ def run(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any], *, moves:
     local_args, local_kwargs = given, {}
     if kwargs:
         local_args, local_kwargs = given[: len(args)], dict(zip(kwargs, given[len(args) :], strict=True))
+    if type(executor) is _Form:
+        result = _as_above(executor.handler, func, args, kwargs)
+        if result is not NotImplemented:
+            return result
+        executor = None
     if executor is None:
         made = _planned(func, args, kwargs, key, tensors)
         if isinstance(made, _Done):
@@ -309,7 +314,9 @@ def _planned(
             raise
         made = _Done(run(func, args, kwargs))
     plan = made.plan if isinstance(made, _Done) else made
-    if plan is None:
+    if isinstance(plan, _Form):
+        keep_plan(key, plan)
+    if plan is None or isinstance(plan, _Form):
         return made  # type: ignore[return-value]  # it is one that is done
     executor = Executor.of(func, plan, args, kwargs)
     mesh = next(t.device_mesh for t in tensors if isinstance(t, DTensor))
@@ -359,11 +366,19 @@ def _back_of(func: OpOverload, args: Sequence[Any]) -> Back | None:
 
 
 @dataclass(slots=True)
+class _Form:
+    """In place of a plan: the operator's form above autograd, which is called each time and has plans of its own."""
+
+    handler: Handler
+    plain: PlainOperands | None = None
+
+
+@dataclass(slots=True)
 class _Done:
     """A result that was computed while looking for a plan, and the plan for the next time, if there is one."""
 
     value: Any
-    plan: AtenPlan | None = None
+    plan: AtenPlan | _Form | None = None
 
 
 def _make_plan(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> AtenPlan | _Done:
@@ -387,7 +402,7 @@ def _make_plan(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) ->
     if above is not None:
         result = _as_above(above, func, args, kwargs)
         if result is not NotImplemented:
-            return _Done(result)
+            return _Done(result, _Form(above))
     if build is None:
         # Without shards there are Partials: these may be reduced by any operator. But a view of that would be a copy.
         reduces = not any(spec.sharded_dims() for spec in specs) and not returns_view(func)

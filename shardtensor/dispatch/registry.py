@@ -5,7 +5,8 @@ Kinds of entry:
 - a *function* (``torch.nn.functional.conv2d``, a tensor method, a library's function): the handler is called above
   autograd with the caller's arguments and returns what the function returns. Mostly it is an ``operators.Operator``,
   which finds or makes the plan of the call. Any function will do; it is then responsible for gradients, usually by
-  calling an ``autograd.Function`` or differentiable operators.
+  calling an ``autograd.Function`` or differentiable operators. If an aten operator is among the functions, and has no
+  rule, the handler is called below autograd, too, without a graph.
 - an *aten operator* (``torch.ops.aten.flip.default``) with a *rule*, which makes plans below autograd.
 - an *aten operator* with a handler, which is called below autograd with ShardTensors.
 - default rules, for operators that have no entry: elementwise ones, and those for which a user has given DTensor a
