@@ -16,13 +16,16 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from .._compat import OpOverloadPacket, decomposition
 from ..dispatch.planning import converted, spec_of
 from ..dispatch.registry import FUNCTIONS, RANDOM, REFUSED, register
 from ..dispatch.tensor import ShardTensor, redistribute_to, wrap
+from ..errors import refuse
 from ..layout.intervals import map_boundaries
 from .common.stencil import resized, scaled_boundary
+from .convolution.conv import gradients_of_convolution
 from .spatial.interpolate import MODES
 
 _aten = torch.ops.aten
@@ -94,6 +97,21 @@ def _max_pool_backward(
 ) -> Any:
     """The indices are those of the pooling with these options."""
     return _gradient(lambda x: F.max_pool2d(x, kernel, stride or kernel, padding, dilation, ceil_mode), x, grad)
+
+
+@_spells("convolution_backward")
+def _convolution_backward(grad: Tensor, x: Tensor, weight: Tensor, _: Any, *options_and_mask: Any) -> Any:
+    """By the plan where that is possible, without a transposed convolution or a graph."""
+    if not isinstance(x, DTensor):  # whose convolution, run once more, would lead here again
+        raise refuse("convolution_backward", [grad, x], "the input is plain", "make the input a ShardTensor")
+    *options, mask = options_and_mask
+    stride, padding, dilation, transposed, _, groups = options
+    if not transposed and not torch.is_grad_enabled():
+        found = gradients_of_convolution(grad, x, weight, stride, padding, dilation, groups, mask)
+        if found is not NotImplemented:
+            return found
+    gradients = _gradients(lambda x, w: torch.convolution(x, w, None, *options), [x, weight], grad, mask[:2])
+    return *gradients, grad.sum([d for d in range(grad.ndim) if d != 1]) if mask[2] else None
 
 
 # -- norms -------------------------------------------------------------------------------------------------------------

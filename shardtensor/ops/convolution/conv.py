@@ -19,7 +19,7 @@ from ..._compat import TensorMeta
 from ...communication.halo import Fetch, Narrow
 from ...context import contributions_are_exact
 from ...dispatch.planning import spec_of
-from ...dispatch.registry import register
+from ...dispatch.registry import DECLINED, register
 from ...dispatch.tensor import as_gradient, wrap
 from ...errors import refuse
 from ...layout.caches import cached
@@ -484,68 +484,33 @@ def _contributing_plan(exact: bool, spec: ShardTensorSpec, *args: Any) -> Convol
     return plan
 
 
-def _planned(
-    input: Any, weight: Any, bias: Any, options: Sequence[Any], grad: Any = None
-) -> tuple[ConvolutionPlan, list[Any]] | None:
-    """The plan and the local operands; None where all tensors are whole, and transposed convolution goes on as such.
-
-    Args:
-        options: stride, padding, dilation, transposed, output padding and groups.
-        grad: of the result, if it is known.
-    """
-    stride, padding, dilation, transposed, _, groups = options
-    if transposed:
-        if all(spec_of(t).is_replicate() for t in (input, weight, bias, grad) if isinstance(t, DTensor)):
-            return None
-        raise refuse(
-            "conv_transpose",
-            [input, weight],
-            "below autograd, transposed convolution has no distributed form",
-            "call torch.conv_transpose1d/2d/3d",
-        )
-    if not isinstance(input, DTensor):
-        raise refuse(
-            "convolution", [weight], "a plain input meets a ShardTensor weight", "make the input a ShardTensor"
-        )
-    spec = spec_of(input)
-    if spec.partial_mesh_dims():
-        raise refuse("convolution", spec, "the input is Partial", "redistribute it to Replicate or Shard first")
-    for t in (weight, bias):
-        if isinstance(t, DTensor) and not spec_of(t).is_replicate():
-            raise refuse("convolution", [spec, t], "the weight is sharded", "redistribute it to Replicate() first")
-    n = weight.ndim - 2
-    pads = tuple((p, p) for p in _per_spatial_dim(padding, n, "convolution", "padding"))
-    stride, dilation = (_per_spatial_dim(v, n, "convolution", "stride or dilation") for v in (stride, dilation))
-    plan = _contributing_plan(contributions_are_exact(), spec, tuple(weight.shape), stride, pads, dilation, groups)
-    return plan, [t._local_tensor if isinstance(t, DTensor) else t for t in (input, weight, bias)]
-
-
-@register(_aten.convolution.default)
-def _aten_convolution(input: Any, weight: Any, bias: Any, *options: Any) -> Any:
-    found = _planned(input, weight, bias, options)
-    if found is None:
-        return NotImplemented
-    plan, local = found
-    return plan.wrapped(plan.forward(*local)[0])
-
-
 @register(_aten._convolution.default)
 def _traced_convolution(input: Any, weight: Any, bias: Any, *options_and_kernels: Any) -> Any:
     """What a traced module calls. Behind the options it says which kernels may be used."""
     return _aten.convolution.default(input, weight, bias, *options_and_kernels[:6])
 
 
-@register(_aten.convolution_backward.default)
-def _aten_convolution_backward(grad: Any, input: Any, weight: Any, bias_sizes: Any, *options_and_mask: Any) -> Any:
-    *options, output_mask = options_and_mask
-    found = _planned(input, weight, None, options, grad)
-    if found is None:
-        return NotImplemented
-    (plan, (x, w, _)), spec = found, spec_of(input)
+def gradients_of_convolution(
+    grad: Any, input: Any, weight: Any, stride: Any, padding: Any, dilation: Any, groups: int, mask: Sequence[bool]
+) -> Any:
+    """By the plan: of the input, and contributions to those of weight and bias, where the mask says so.
+
+    NotImplemented where the plan would first prepare an operand.
+    """
+    if not isinstance(input, DTensor) or (isinstance(weight, DTensor) and not spec_of(weight).is_replicate()):
+        return DECLINED
+    spec = spec_of(input)
+    if spec.partial_mesh_dims() or 1 in spec.sharded_dims():
+        return DECLINED
+    n = weight.ndim - 2
+    pads = tuple((p, p) for p in _per_spatial_dim(padding, n, "convolution", "padding"))
+    stride, dilation = (_per_spatial_dim(v, n, "convolution", "stride or dilation") for v in (stride, dilation))
+    plan = _contributing_plan(contributions_are_exact(), spec, tuple(weight.shape), stride, pads, dilation, groups)
+    x, w = (t._local_tensor if isinstance(t, DTensor) else t for t in (input, weight))
     with torch.no_grad():
         local = as_gradient(grad, plan.outputs)._local_tensor
         halo = plan.fetch.read(x)[1] if plan.owners is None else ()
-        gx, gw, gb = plan.backward(output_mask, [local], x, w, *halo)
+        gx, gw, gb = plan.backward(mask, [local], x, w, *halo)
     placements = [Partial() if isinstance(p, Shard) else Replicate() for p in spec.placements]
 
     def parameter(g: Tensor | None) -> Any:
