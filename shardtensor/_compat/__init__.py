@@ -102,8 +102,6 @@ __all__ = [
 
 # The functions of C++ that those of torch.nn.functional call; a few of these are the same objects.
 nn_functions = torch._C._nn
-# What scaled_dot_product_attention computes weights with; it has no public name.
-safe_softmax = torch._safe_softmax
 # What torch's own layers call below torch.batch_norm.
 batch_norm_legit: Callable[..., tuple[torch.Tensor, ...]] = torch._native_batch_norm_legit
 batch_norm_legit_no_training = torch._native_batch_norm_legit_no_training

@@ -197,7 +197,6 @@ def _attention(
 @register(
     F.scaled_dot_product_attention,
     _aten.scaled_dot_product_attention,
-    _aten.scaled_dot_product_attention.default,
 )
 def global_attention(
     query: Tensor,

@@ -12,10 +12,8 @@ import math
 import torch
 from torch import Tensor
 
-from ..._compat import safe_softmax
 from ...dispatch.planning import AtenCall, AtenPlan, meta_of
-from ...layout.spec import ShardTensorSpec
-from ...operators.declaration import Arguments, Composed, operator
+from ...operators.declaration import operator
 from ..common.alignment import common_layout, fit, fitted_parts, wide_dtype, with_own_parts
 from ..common.reduce import check_dtype, maximum_over, mesh_dims_of, rank_reduction, reduced_dims
 
@@ -71,15 +69,3 @@ def plan_softmax_backward(call: AtenCall) -> AtenPlan:
 
     compute = with_own_parts(across if over else call.func, fitted_parts(call, base))
     return call.plan(base, {path: fit(s, base) for path, s in reduced.items()}, call=compute)
-
-
-@operator(safe_softmax, _aten._safe_softmax, tensors="input")
-def plan_safe_softmax(call: Arguments, input: ShardTensorSpec, dim: int, dtype: torch.dtype | None = None) -> Composed:
-    """Rows of nothing but -inf give zeros."""
-
-    def safe_softmax(x: Tensor) -> Tensor:
-        masked = torch.eq(x, float("-inf")).all(dim, keepdim=True)
-        result = torch.softmax(x.masked_fill(masked, 0), dim, dtype)
-        return result.masked_fill(masked, 0)
-
-    return Composed(safe_softmax)

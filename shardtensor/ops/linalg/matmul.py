@@ -16,9 +16,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from ..._compat import OpOverload, TensorMeta
+from ..._compat import TensorMeta
 from ...dispatch import planning
-from ...dispatch.aten_calls import run
 from ...dispatch.registry import DECLINED, register
 from ...dispatch.tensor import ShardTensor, redistribute_to
 from ...errors import PLAIN_TARGET, refuse
@@ -31,13 +30,12 @@ from ..common.alignment import (
     common_layout,
     fit,
     fitted_parts,
-    plain_operands,
     product,
     wide_dtype,
     widened,
     with_own_parts,
 )
-from ..common.named_dims import Form, arrange, batch_labels, plan_contraction
+from ..common.named_dims import Form, batch_labels, plan_contraction
 from ..common.reduce import check_dtype, reduced_spec
 from .sparse import MATRIX, MATRIX_BATCH, MATRIX_VECTOR, added_sparse_product, sparse_product
 
@@ -83,21 +81,21 @@ def plan_rmatmul(call: Arguments, input: ShardTensorSpec, other: ShardTensorSpec
 _OUTER = Form(("i", "j"), "ij")
 
 
-@operator(torch.mm, Tensor.mm, tensors="input mat2", sparse=sparse_product(torch.mm))
+@operator(torch.mm, Tensor.mm, _aten.mm, tensors="input mat2", sparse=sparse_product(torch.mm))
 def plan_mm(
     call: Arguments, input: ShardTensorSpec, mat2: ShardTensorSpec, out_dtype: torch.dtype | None = None
 ) -> Plan:
     return _plan_product(call, torch.mm, MATRIX, input, mat2, "mat2") if out_dtype is None else DECLINED
 
 
-@operator(torch.bmm, Tensor.bmm, tensors="input mat2", sparse=sparse_product(torch.bmm))
+@operator(torch.bmm, Tensor.bmm, _aten.bmm, tensors="input mat2", sparse=sparse_product(torch.bmm))
 def plan_bmm(
     call: Arguments, input: ShardTensorSpec, mat2: ShardTensorSpec, out_dtype: torch.dtype | None = None
 ) -> Plan:
     return _plan_product(call, torch.bmm, MATRIX_BATCH, input, mat2, "mat2") if out_dtype is None else DECLINED
 
 
-@operator(torch.mv, Tensor.mv, tensors="input vec", sparse=sparse_product(torch.mv))
+@operator(torch.mv, Tensor.mv, _aten.mv, tensors="input vec", sparse=sparse_product(torch.mv))
 def plan_mv(call: Arguments, input: ShardTensorSpec, vec: ShardTensorSpec) -> Plan:
     return _plan_product(call, torch.mv, MATRIX_VECTOR, input, vec, "vec")
 
@@ -155,7 +153,7 @@ def _register_added(name: str, product: Callable[..., Tensor], tensors: str) -> 
     named = [p.replace(name=called.get(p.name, p.name)) for p in own.parameters.values()]
     plan.__signature__ = own.replace(parameters=named)  # type: ignore[attr-defined]
     sparse = added_sparse_product(torch.addmm, torch.mm) if function is torch.addmm else None
-    operator(function, getattr(Tensor, name), tensors=tensors, sparse=sparse)(plan)
+    operator(function, getattr(Tensor, name), getattr(_aten, name), tensors=tensors, sparse=sparse)(plan)
 
 
 def _register_in_place(name: str, product: Callable[..., Tensor]) -> None:
@@ -204,55 +202,7 @@ for _name, (_product, _tensors) in _PRODUCTS.items():
     _register_in_place(_name, _product)
 
 
-# -- below autograd: what torch's own formulas call ---------------------------------------------------------------
-
-
-@operator(_aten.mm.default, _aten.bmm.default)
-def plan_product(call: planning.AtenCall) -> planning.AtenPlan:
-    plain = plain_operands(call)
-    specs = {**plain, **call.reduced()}
-    form = MATRIX if call.func == _aten.mm.default else MATRIX_BATCH
-    how = arrange(call.func, form, (specs[0,], specs[1,]))
-    work = how.local_work(call.func)
-    out = how.out(call.meta.shape, call.meta.dtype).replace(meta=planning.meta_of(call.meta))
-    held = out.held_dtype
-
-    def local(*operands: Tensor) -> Tensor:
-        return work(*(t.to(held) for t in operands))
-
-    compute = with_own_parts(local, {path: how.targets[path[0]] for path in plain})
-    return call.plan(out, {path: how.targets[path[0]] for path in call.tensors}, call=compute)
-
-
-# Two operators in a row, each with a plan of its own.
-
-
-def _register_added_below(op: OpOverload, product: OpOverload) -> None:
-    @register(op)
-    def added(input: Tensor, a: Tensor, b: Tensor, *, beta: Number = 1, alpha: Number = 1) -> Tensor:
-        result = _product_below(product, a, b)
-        if alpha != 1:
-            result = result * alpha
-        if beta == 0 and isinstance(result, DTensor):
-            return result  # what input holds, NaN even, does not matter then
-        total: Tensor = run(_aten.add.Tensor, (result, input), {"alpha": beta})
-        return total
-
-
-_register_added_below(_aten.addmm.default, _aten.mm.default)
-_register_added_below(_aten.baddbmm.default, _aten.bmm.default)
-
-
-@register(_aten.mv.default)
-def _mv_below(a: Tensor, b: Tensor) -> Tensor:
-    column = run(_aten.unsqueeze.default, (b, 1), {}) if isinstance(b, DTensor) else b.unsqueeze(1)
-    product: Tensor = run(_aten.squeeze.dim, (_product_below(_aten.mm.default, a, column), 1), {})
-    return product
-
-
-def _product_below(op: OpOverload, a: Tensor, b: Tensor) -> Tensor:
-    product: Tensor = run(op, (a, b), {}) if isinstance(a, DTensor) or isinstance(b, DTensor) else op(a, b)
-    return product
+# -- products of vectors ----------------------------------------------------------------------------------------------
 
 
 @operator(_aten.dot.default, _aten.vdot.default)

@@ -85,8 +85,6 @@ _OPS: dict[OpOverload, str] = {
     _aten.nansum.default: "sum",
     _aten.count_nonzero.default: "sum",
     _aten.count_nonzero.dim_IntList: "sum",
-    _aten.prod.default: "product",
-    _aten.prod.dim_int: "product",
     _aten.amax.default: "max",
     _aten.amin.default: "min",
     _aten.max.default: "max",
@@ -111,18 +109,6 @@ def plan_reduction(call: AtenCall) -> planning.AtenPlan:
     return reduction_plan(call, dim, keepdim, _OPS[call.func], of_partial=of_partial)
 
 
-@operator(_aten.mean.default, _aten.mean.dim)
-def plan_mean_below(call: AtenCall) -> planning.AtenPlan:
-    spec = call.specs[0]
-    dims = reduced_dims(argument(call, 1, "dim", None), len(spec.shape))
-    count = count_along(spec, dims)
-    keepdim = argument(call, 2, "keepdim", False)
-    if not any(d in dims for d in spec.sharded_dims()):
-        return reduction_plan(call, dims, keepdim, "sum")
-    mean = _local_mean(dims, keepdim, count, call.meta.dtype)
-    return reduction_plan(call, dims, keepdim, "sum", lambda x, *_, **__: mean(x))
-
-
 def _local_mean(dims: list[int], keepdim: bool, count: int, dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
     """A rank's contribution to a mean over ``count`` elements."""
     wide = wide_dtype(dtype)
@@ -132,7 +118,7 @@ def _local_mean(dims: list[int], keepdim: bool, count: int, dtype: torch.dtype) 
 # -- sum and mean above autograd: their gradient is expanded to the shard, never to the global tensor ------------------
 
 
-@operator(torch.sum, Tensor.sum, torch.mean, Tensor.mean, tensors="input", partial="input")
+@operator(torch.sum, Tensor.sum, torch.mean, Tensor.mean, _aten.mean, tensors="input", partial="input")
 def plan_sum_or_mean(
     call: Arguments,
     input: ShardTensorSpec,
@@ -232,7 +218,7 @@ class ProductPlan(Plan):
         return product.reshape([1] * x.ndim) if keepdim else product
 
 
-@operator(torch.prod, Tensor.prod, tensors="input")
+@operator(torch.prod, Tensor.prod, _aten.prod, tensors="input")
 def plan_prod(
     call: Arguments,
     input: ShardTensorSpec,

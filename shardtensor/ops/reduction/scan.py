@@ -57,25 +57,6 @@ def _scanned(x: Tensor, spec: ShardTensorSpec, dim: int, kind: str, dtype: torch
     return (done.flip(dim) if reverse else done).to(dtype)
 
 
-_KINDS = {
-    _aten.cumsum.default: "sum",
-    _aten.cumprod.default: "product",
-    _aten.logcumsumexp.default: "logsumexp",
-}
-
-
-@operator(*_KINDS)
-def plan_scan(call: AtenCall) -> AtenPlan:
-    spec = call.reduced()[(0,)]
-    out = spec.replace(meta=meta_of(call.meta))
-    dims = reduced_dims(call.args[1], len(spec.shape))
-    if not mesh_dims_of(spec, dims):
-        return call.plan(out, {(0,): spec})
-    check_dtype(call)
-    kind, dim, dtype = _KINDS[call.func], dims[0], call.meta.dtype
-    return call.plan(out, {(0,): spec}, call=lambda x, *_, **__: _scanned(x, spec, dim, kind, dtype, False))
-
-
 def _scan(x: Any, dim: int, kind: str, dtype: torch.dtype, reverse: bool = False) -> ShardTensor:
     spec: ShardTensorSpec = x._spec
     out = spec.with_dtype(dtype)
@@ -134,19 +115,24 @@ def _of_product(x: Tensor, out: Tensor, grad: Tensor, dim: int) -> Tensor:
 
 
 def _of_logsumexp(x: Tensor, out: Tensor, grad: Tensor, dim: int) -> Tensor:
-    """Of positive and negative parts, in logarithms."""
-    lowest = torch.finfo(x.dtype).min
+    """In logarithms, of real numbers those of the positive and of the negative part."""
 
-    def part(positive: Tensor) -> Tensor:
+    def part(logs: Tensor) -> Tensor:
         # As torch has it, down to the NaN where a result is -inf.
-        exponent = positive.log().clamp(min=lowest) - out
-        total: Tensor = _scan(exponent, dim, "logsumexp", x.dtype, reverse=True) + x
+        total: Tensor = _scan(logs - out, dim, "logsumexp", x.dtype, reverse=True) + x
         return total.exp()
 
-    return part(grad.clamp(min=0)) - part((-grad).clamp(min=0))
+    if x.is_complex():
+        return part(grad.conj().log()).conj()
+    lowest = torch.finfo(x.dtype).min
+    positive, negative = (t.clamp(min=0).log().clamp(min=lowest) for t in (grad, -grad))
+    return part(positive) - part(negative)
 
 
-@operator(torch.cumsum, Tensor.cumsum, torch.cumprod, Tensor.cumprod, tensors="input")
+@operator(
+    *(torch.cumsum, Tensor.cumsum, _aten.cumsum, torch.cumprod, Tensor.cumprod, _aten.cumprod),
+    tensors="input",
+)
 def plan_sum_or_product(call: Arguments, input: ShardTensorSpec, dim: int, *, dtype: torch.dtype | None = None) -> Plan:
     if not input.shape:
         return DECLINED
@@ -160,12 +146,12 @@ def plan_sum_or_product(call: Arguments, input: ShardTensorSpec, dim: int, *, dt
     return Composed(lambda x: _DifferentiatedOnce.apply(x, along, dtype, "product"))
 
 
-@operator(torch.logcumsumexp, Tensor.logcumsumexp, tensors="input")
+@operator(torch.logcumsumexp, Tensor.logcumsumexp, _aten.logcumsumexp, tensors="input")
 def plan_logcumsumexp(call: Arguments, input: ShardTensorSpec, dim: int) -> Plan:
-    """That of complex numbers is differentiated by torch's formula."""
-    if not input.shape or not input.tensor_meta.dtype.is_floating_point:
+    if not input.shape:
         return DECLINED
     (along,) = reduced_dims(dim, len(input.shape))
+    kernel_dtype(call, torch.logcumsumexp, input, along)  # torch's own errors
     if not mesh_dims_of(input, [along]):
         return LocalPlan(lambda x: x.logcumsumexp(along), input)
     return Composed(lambda x: _DifferentiatedOnce.apply(x, along, x.dtype, "logsumexp"))

@@ -11,11 +11,10 @@ from torch import Tensor
 from ..._compat.c10d import group_along
 from ...communication.redistribute import all_gather
 from ...dispatch.index_findings import INDICES
-from ...dispatch.planning import AtenCall, AtenPlan
 from ...dispatch.registry import DECLINED, register
 from ...dispatch.tensor import ShardTensor, wrap
 from ...layout.spec import ShardTensorSpec
-from ...operators.declaration import Arguments, Composed, operator
+from ...operators.declaration import Arguments, Composed, LocalPlan, Plan, operator
 from ...ranks.cuda_graphs import check_has_values
 from ..common.alignment import is_sharded, reduced_value
 from .view import carry, dim_of
@@ -90,18 +89,21 @@ def _counts(values: Sequence[int | Sequence[int]], given: Sequence[int] | None) 
     return numbers if len(numbers) == len(entries) else None
 
 
-@operator(Tensor.repeat, tensors="input", partial="input")
-def _repeat_above_autograd(
+@operator(Tensor.repeat, _aten.repeat, tensors="input", partial="input")
+def _repeat(
     call: Arguments, input: ShardTensorSpec, *values: int | Sequence[int], repeats: Sequence[int] | None = None
-) -> Composed:
+) -> Plan:
     """A sharded dim is joined to itself; the others are repeated in place."""
     counts = _counts(values, repeats)
-    if counts is None or len(counts) < len(input.shape) or min(counts, default=0) < 0:
+    if counts is None:
         return DECLINED
+    meta = call.returned(Tensor.repeat, input, counts)
     new = len(counts) - len(input.shape)
     joined = {d: counts[d + new] for d in input.sharded_dims() if counts[d + new] != 1}
     if not joined:
-        return DECLINED
+        return LocalPlan(
+            lambda x: x.repeat(counts), carry(call, input, meta, {d: d + new for d in input.sharded_dims()})
+        )
     rest = [1 if d - new in joined else n for d, n in enumerate(counts)]
 
     def repeat(x: Tensor) -> Tensor:
@@ -121,11 +123,3 @@ def _tile(
         return DECLINED
     counts = [1] * (len(input.shape) - len(counts)) + counts
     return Composed(lambda x: x.repeat(counts))
-
-
-@operator(_aten.repeat.default)
-def _repeat(call: AtenCall) -> AtenPlan:
-    spec = call.specs[0]
-    new = call.meta.ndim - len(spec.shape)
-    counts = call.args[1]
-    return AtenPlan(carry(call, spec, call.meta, {d: d + new for d in range(len(spec.shape)) if counts[d + new] == 1}))

@@ -32,7 +32,7 @@ from ...layout.intervals import Interval, chunk_sizes, intersect, intervals_of, 
 from ...layout.placements import AxisLayout
 from ...layout.spec import ShardTensorSpec
 from ...layout.strides import cat_like
-from ...operators.declaration import operator
+from ...operators.declaration import Arguments, operator
 from .records import Key, note, recall
 
 _aten = torch.ops.aten
@@ -132,7 +132,7 @@ def _block(to: int | tuple[int, int, int]) -> int:
     return by // math.gcd(times, by)
 
 
-def carry(call: AtenCall, spec: ShardTensorSpec, meta: Tensor, dims: Carry) -> ShardTensorSpec:
+def carry(call: AtenCall | Arguments, spec: ShardTensorSpec, meta: Tensor, dims: Carry) -> ShardTensorSpec:
     """The output's spec, where input dim ``d`` becomes output dim ``dims[d]`` with the same sizes.
 
     A value may also be ``(output dim, multiply, divide)``. Dims that are missing are refused where they are sharded.
@@ -451,7 +451,7 @@ def dim_of(x: Tensor | ShardTensorSpec, dim: object) -> int | None:
 # -- a view, copied ---------------------------------------------------------------------------------------------
 
 _VIEWS = """
-    alias detach diagonal expand narrow permute select slice split split_with_sizes squeeze t transpose unbind unfold
+    alias detach diagonal expand narrow permute select slice split split_with_sizes squeeze t transpose unbind
     unsqueeze view view_as_complex view_as_real
 """
 

@@ -113,7 +113,7 @@ def _as_strided(
     return Composed(parts)
 
 
-@operator(torch.unfold_copy, tensors="input")
+@operator(torch.unfold_copy, _aten.unfold_copy, tensors="input", partial="input")
 def plan_unfold_copy(call: Arguments, input: ShardTensorSpec, dimension: int, size: int, step: int) -> Plan:
     return Composed(lambda x: x.unfold(dimension, size, step).clone(memory_format=torch.contiguous_format))
 
