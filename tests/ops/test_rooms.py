@@ -193,3 +193,41 @@ def test_file_names_are_unique():
     """Worker processes find test functions by the name of their module alone."""
     names = [path.name for path in TESTS.parent.rglob("test_*.py")]
     assert sorted(set(names)) == sorted(names)
+
+
+# -- names with a form above autograd and one below --------------------------------------------------------------------
+
+GRADIENT = "the form above runs the one below, and gives it a gradient in the tensor's layout"
+ENTRY = "the form above is that of entries of a sharded dim, which are copies: it writes to the tensor, too"
+VIEW = "the form below is a view, as autograd has to know; the one above is for sharded dims, and returns a copy"
+# Why one form does not serve as both. A name that is not here has one form: below autograd it runs without a graph.
+BOTH = {
+    **dict.fromkeys(["cummax", "cummin", "embedding", "gather", "index_select", "kthvalue"], GRADIENT),
+    **dict.fromkeys(["max", "median", "min", "mode", "nanmedian", "sort", "topk"], GRADIENT),
+    **dict.fromkeys(["copy_", "fill_", "floor_divide_", "masked_fill_", "zero_", "__irshift__"], ENTRY),
+    **dict.fromkeys(("select", "unfold"), VIEW),
+    "detach": "above, the program's detach() shares the record of writes with the tensor; autograd's own does not",
+    "index_fill": "only a call knows whether the value requires grad, which the form above is for",
+    "index_fill_": "as index_fill",
+    "index_put": "by a sharded mask, the gradient of the values depends on data; by indices, torch's formula is local",
+    "index_put_": "as index_put",
+    "norm": "above is the nuclear norm, below another operator of this name, which torch.pairwise_distance calls",
+    "repeat_interleave": "below is the operator that makes indices of counts, which the form above calls",
+    "stack": "above are entries that ranks own, whose gradients torch's formula would send to other ranks",
+    "sum": "below are the gradients of broadcast operands, by the rule of all reductions: a form would take longer",
+}
+
+
+def plain_name(key) -> str:
+    return key._schema.name.split("::")[-1] if hasattr(key, "_schema") else key.__name__
+
+
+def test_few_names_have_a_form_above_autograd_and_one_below():
+    def own(table):
+        return {plain_name(key) for key, handler in table.items() if handler.__module__.startswith("shardtensor.")}
+
+    def handlers(table):
+        return {key: getattr(handler, "func", handler) for key, handler in table.items()}
+
+    below = own(handlers(registry.OPERATORS)) | own(handlers(registry.RULES))
+    assert own(handlers(registry.FUNCTIONS)) & below == set(BOTH)
