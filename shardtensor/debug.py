@@ -16,8 +16,8 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from .layout.placements import given_mesh
-from .ranks.agreement import check_same, show
-from .ranks.equal_values import beginning, copy_of, line_of, not_equal, unequal
+from .ranks.agreement import check_same
+from .ranks.equal_values import compare, copy_of, line_of
 
 __all__ = ["check"]
 
@@ -38,7 +38,8 @@ def check(*values: Any, mesh: DeviceMesh | None = None) -> None:
 
     Raises:
         ValueError: names, shapes, dtypes, numbers or the order of the values differ. The text shows those of each rank.
-        RuntimeError: tensors differ (the text names them, and shows the first numbers of one), or no mesh is found.
+        RanksDiffer: tensors differ; the text names the first of them. Or the ranks have not done the same before.
+        RuntimeError: no mesh is found.
         TypeError: a value of another type.
 
     Example::
@@ -52,15 +53,7 @@ def check(*values: Any, mesh: DeviceMesh | None = None) -> None:
     mesh = given_mesh(mesh)
     lines = [line_of(name, t) if isinstance(t, Tensor) else f"{name} = {t!r}" for name, t in leaves]
     check_same("values", lines, mesh)
-    copies = [copy_of(name, t, mesh) for name, t in leaves if isinstance(t, Tensor)]
-    wrong = unequal(copies, mesh)
-    if wrong:
-        first = next(copy for copy in copies if copy.name == wrong[0])
-        raise RuntimeError(
-            f"{not_equal(wrong, mesh)}. {first.name} begins with "
-            f"{show(beginning(first.local), mesh)}. Give all ranks the same values: seeds, files, scatter_tensor; for "
-            "weights shardtensor.parallel.synchronize(model, mesh)"
-        )
+    compare("debug.check", [copy_of(name, t, mesh) for name, t in leaves if isinstance(t, Tensor)], mesh, exactly=True)
 
 
 def _name(value: Any, i: int) -> str:

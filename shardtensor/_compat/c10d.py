@@ -187,9 +187,13 @@ def device_of(group: Any) -> torch.device | None:
 
     Its type need not be that of the tensors in question: a group of gloo and NCCL takes small rows from the host.
     """
-    types = group._device_types
+    return next(iter(devices_of(group)), None)
+
+
+def devices_of(group: Any) -> list[torch.device]:
+    """All of them, the host first."""
     fake = dist.get_backend(group) == "fake"
-    return None if fake else min(types, key=lambda device: device.type != "cpu")
+    return [] if fake else sorted(group._device_types, key=lambda device: device.type != "cpu")
 
 
 def never_destroy_groups() -> None:

@@ -32,10 +32,9 @@ from .._compat import is_lazy, recomputed
 from .._compat.c10d import c10d_all_to_all, c10d_messages, process_group
 from ..context import Setting
 from ..layout.intervals import Interval, intersect
-from ..ranks.debug_mode import begin
 from ..ranks.failures import lost
 from ..ranks.groups import connect
-from ..ranks.history import calling, here
+from ..ranks.history import calling, here, record
 from ..ranks.waiting import wait_for
 from .tracing import after_start, goes_into_graph, graph_operator, no_ticket, ticket_for
 from .tracing import wait as wait_in_graph
@@ -198,7 +197,7 @@ class Exchange:
         chosen = _transport.value
         direct = self._few if chosen == "auto" else chosen == "p2p"
         kind = "exchange by messages" if direct else "exchange"
-        begin(kind, packed, group, counts=lambda: self._all_ranks(group))
+        record(self._group_name, kind, packed.dtype)
         received = packed.new_empty(self.received)
         out, inp = received, packed
         if packed.dtype not in _TRANSFERABLE:  # a row of bytes for each element
@@ -208,15 +207,13 @@ class Exchange:
                 connect(group, out.device)
                 works = c10d_messages(_by_peer(out, self._recvs), _by_peer(inp, self._sends), group)
             else:
-                counts, gets = self._by_rank or self._all_ranks(group)
+                # By the counts of every rank; they are not kept where messages usually go straight to peers.
+                n = group.size()
+                counts, gets = self._by_rank or (_spread(self._sends, n), _spread(self._recvs, n))
                 works = [c10d_all_to_all(out, inp, gets, counts, group)]
         except RuntimeError as error:
             raise lost(group, error) from error
         return Pending(self, works, group, received, packed, None if direct else received)
-
-    def _all_ranks(self, group: dist.ProcessGroup) -> tuple[list[int], list[int]]:
-        """How many elements this rank sends to each rank, and gets from each."""
-        return self._by_rank or (_spread(self._sends, group.size()), _spread(self._recvs, group.size()))
 
 
 def _packed(pieces: Sequence[Tensor]) -> Tensor:

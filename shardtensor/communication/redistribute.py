@@ -44,8 +44,7 @@ from ..layout.intervals import Interval, intervals_of, length, resized
 from ..layout.placements import AxisLayout
 from ..layout.spec import ShardTensorSpec
 from ..layout.strides import cat_like, lies_dense, with_stride
-from ..ranks.debug_mode import begin
-from ..ranks.history import calling, here
+from ..ranks.history import calling, here, record
 from ..ranks.waiting import wait_for
 from .exchange import Exchange
 from .halo import Fetch
@@ -203,7 +202,7 @@ def start_all_reduce(
     if goes_into_graph(local):
         ticket = _all_reduce(local, op, group.group_name, here.operator)
         return lambda: wait_in_graph(ticket, local, local.shape, None)
-    begin(f"all-reduce {op}", local, group, local.numel())
+    record(group.group_name, f"all-reduce {op}", local.dtype, local.numel())
     via = _WIDENED.get(local.dtype)
     if via is not None:
         value = local.to(via)
@@ -251,7 +250,7 @@ def start_sums(
 
         return split
     elements = sum(map(Tensor.numel, tensors))
-    begin("all-reduce sum", tensors[0], group, elements)
+    record(group.group_name, "all-reduce sum", dtype, elements)
     # Every rank's numbers have to be in one order in memory, whatever the memory formats. Flat, because strides of dims
     # of length 1 may be any, and gloo takes those that it has not made itself for overlapping memory.
     totals = [
@@ -311,7 +310,7 @@ def all_gather(local: Tensor, group: dist.ProcessGroup) -> Tensor:
         return local.expand(ranks, *local.shape)
     if type(local) is not Tensor and goes_into_graph(local):
         return _all_gather(local, ranks, group.group_name, here.operator)
-    begin("all-gather", local, group, local.numel())
+    record(group.group_name, "all-gather", local.dtype, local.numel())
     gathered = local.new_empty((ranks, *local.shape))
     wire = gathered
     if local.is_complex():
@@ -329,7 +328,7 @@ def all_gather_each(locals_: Sequence[Tensor], group: dist.ProcessGroup) -> Tens
     first, ranks = locals_[0], group.size()
     if ranks == 1 or not first.numel() or first.is_complex() or type(first) is not Tensor:
         return all_gather(torch.stack(list(locals_)), group).movedim(0, 1)
-    begin("all-gather", first, group, len(locals_) * first.numel())
+    record(group.group_name, "all-gather", first.dtype, len(locals_) * first.numel())
     gathered = first.new_empty((len(locals_), ranks, *first.shape))
     flat = list(gathered.view(len(locals_), -1).unbind())
     sent = [t.contiguous().view(-1) for t in locals_]

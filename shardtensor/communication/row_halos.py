@@ -27,6 +27,7 @@ from .._compat import AutogradFunction
 from .._compat.c10d import device_of
 from ..errors import RanksDiffer
 from ..layout.intervals import boundaries_of
+from ..ranks.differences import by_rank
 from ..ranks.history import SAME_VALUES
 from ..ranks.integer_rows import gather_rows
 from ..ranks.summaries import digest
@@ -116,13 +117,11 @@ def check_same_on_ranks(name: object, indices: Sequence[Tensor], group: dist.Pro
     if device_of(group) is None:
         return
     rows = gather_rows([digest(index) for index in indices], group, indices[0].device)
-    ranks = dist.get_process_group_ranks(group)
-    others = ", ".join(str(rank) for r, rank in enumerate(ranks) if rows[r] != rows[0])
-    if others:
+    if len(set(map(tuple, rows.values()))) > 1:
+        shown = by_rank({rank: " ".join(f"{n % 2**64:016x}" for n in theirs) for rank, theirs in rows.items()})
         which = "the index" if len(indices) == 1 else "the indices of the sparse matrix"
         raise RanksDiffer(
-            f"{name}: {which} is not sharded, but has other values on rank {others} than on rank {ranks[0]}. "
-            f"{SAME_VALUES}."
+            f"{name}: {which} is not sharded, but differs between ranks: it has the digest {shown}. {SAME_VALUES}."
         )
 
 

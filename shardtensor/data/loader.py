@@ -40,6 +40,7 @@ from ..layout.placements import check_in_mesh, check_order, first_rank, rank_at
 from ..layout.spec import ShardTensorSpec
 from ..layout.strides import as_bytes
 from ..ranks.agreement import gather_over_mesh, usable_mesh
+from ..ranks.differences import check_equal
 from ..ranks.failures import communicating
 from ..ranks.groups import new_group, number_of_groups
 from ..ranks.history import calling
@@ -177,9 +178,8 @@ class ShardLoader(Generic[Batch]):
             numbers = gather_over_mesh([number_of_groups()], self.mesh).values()
             number = max(number for [number] in numbers)
             self._group = new_group("loader", ranks, number, torch.device("cpu"))
-        given = {rank: bool(flag) for rank, [flag] in gather_rows([pickled], self._group, "cpu").items()}
-        if len(set(given.values())) > 1:
-            raise ValueError(f"ranks of the mesh pass different values for pickled: {given}; pass the same on all")
+        rows = gather_rows([pickled], self._group, "cpu")
+        check_equal("value of pickled", {rank: str(bool(flag)) for rank, [flag] in rows.items()})
         self._pickled = pickled
         self._known: set[str] = set()  # types that all ranks know
         self._length: int | None
@@ -324,7 +324,7 @@ class ShardLoader(Generic[Batch]):
         new = [name for name in types if name not in self._known]
         if new:
             found = gather_texts(messages.lacking(new), lambda row: gather_rows(row, self._group, "cpu"))
-            messages.check_known({dist.get_global_rank(self._group, k): names for k, names in found.items()})
+            messages.check_known(found)
             self._known.update(new)
         return messages.build(body)
 

@@ -30,9 +30,9 @@ from ..dispatch.tensor import ShardTensor, promote, wrap
 from ..layout.intervals import aligned_sizes
 from ..layout.placements import ShardSizes, mesh_dim_of
 from ..layout.spec import ShardTensorSpec
-from ..ranks.agreement import compare_histories, gather_over_mesh
+from ..ranks.agreement import compare_histories, gather_over_mesh, record_over_mesh
 from ..ranks.debug_mode import debug_enabled
-from ..ranks.equal_values import check_plain
+from ..ranks.equal_values import Copy, compare
 from ..ranks.first_use import CALLS, wanted
 from .styled_methods import Style, apply_style
 
@@ -86,7 +86,7 @@ class DomainParallel(ParallelStyle):
         TypeError, ValueError: invalid layouts. When the style is applied: layouts that do not fit the mesh or the
             parameters of a method, or a method that the module does not have. In a call, on every rank, before anything
             is sent: no tensor has the dims to be sharded, or shard sizes do not add up to its length.
-        RuntimeError: in the first calls with inputs of a layout, or in all calls with ``SHARDTENSOR_DEBUG=1``, on every
+        RanksDiffer: in the first calls with inputs of a layout, or in all calls with ``SHARDTENSOR_DEBUG=1``, on every
             rank: plain inputs, or plain weights that the module has used, differ between ranks.
 
     Example::
@@ -223,8 +223,12 @@ class _Checks:
         plain = [(name, t) for name, t in given if not isinstance(t, DTensor)]
         layout = (method, *((name, t.shape, t.dtype) for name, t in plain))
         self._due = self._mesh.size() > 1 and not traced and self._is_due(layout)
-        if self._due:
-            check_plain(self._what, plain, self._mesh)
+        if self._due and plain:
+            lines = (f"{name} {tuple(t.shape)} {str(t.dtype).removeprefix('torch.')}" for name, t in plain)
+            record_over_mesh(f"{self._what}: {', '.join(lines)}", self._mesh)
+            along = tuple(range(self._mesh.ndim))
+            copies = [Copy(f"{name}, one of the {self._what},", t, along) for name, t in plain]
+            compare("comparison of plain tensors", copies, self._mesh, exactly=False)
 
     def _is_due(self, layout: Any) -> bool:
         """Whether a call is one of these. Every rank asks, with the same layout."""

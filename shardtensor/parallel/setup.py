@@ -17,6 +17,7 @@ from torch.utils.data import Dataset, DistributedSampler
 
 from .._compat import PyTree, tree_map
 from ..data.batches import scatter_batch
+from ..ranks.differences import check_equal
 from ..ranks.integer_rows import gather_rows
 from .prepare import Parallelized, parallelize
 
@@ -107,9 +108,7 @@ def init(
     row = [*(size or 0 for size in sizes.values()), -1 if number is None else number]
     assert dist.group.WORLD is not None
     rows = gather_rows(row, dist.group.WORLD, where)
-    if len(set(map(tuple, rows.values()))) > 1:
-        said = {rank: dict(zip((*sizes, "seed"), theirs)) for rank, theirs in rows.items()}
-        raise ValueError(f"ranks do not agree on the mesh and the seed: {said}; give the same to all")
+    check_equal("mesh and the seed", {rank: str(dict(zip((*sizes, "seed"), theirs))) for rank, theirs in rows.items()})
     shape = _complete(sizes, dist.get_world_size())
     names = [name for name in AXES if name != "tp" or shape["tp"] > 1]
     mesh = init_device_mesh(where.type, tuple(shape[name] for name in names), mesh_dim_names=tuple(names))

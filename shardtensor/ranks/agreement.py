@@ -12,7 +12,8 @@ from __future__ import annotations
 import warnings
 import zlib
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -23,7 +24,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from .._compat import hidden_from_program, is_traced, recomputed
-from .._compat.c10d import c10d_all_gather, device_of, group_along, process_group
+from .._compat.c10d import c10d_all_gather, devices_of, group_along, process_group
 from ..errors import RanksDiffer
 from ..layout.caches import forgets
 from ..layout.intervals import chunk_sizes
@@ -38,10 +39,22 @@ from ..layout.placements import (
 )
 from ..layout.spec import ShardTensorSpec
 from ..layout.strides import as_bytes, stride_like
-from .cuda_graphs import is_capturing
-from .debug_mode import check_call, debug_enabled
+from .cuda_graphs import check_not_captured, is_capturing
+from .debug_mode import debug_enabled
+from .differences import by_rank, check_equal, first_difference
 from .first_use import note_copies
-from .history import WIDTH, before_new, difference, fingerprint, forget_history, record, values_compared
+from .history import (
+    WIDTH,
+    as_text,
+    at_comparison,
+    difference,
+    fingerprint,
+    forget_history,
+    last_entry,
+    last_lines,
+    record,
+    values_compared,
+)
 from .integer_rows import alike, gather_rows, gather_texts
 from .summaries import digest_of_some
 from .waiting import wait_for
@@ -52,6 +65,8 @@ DTYPES: list[torch.dtype] = sorted({v for v in vars(torch).values() if isinstanc
 
 # Every rank's row of integers, by its coordinate in the mesh.
 Table = dict[tuple[int, ...], list[int]]
+# Gathers every rank's row, by its global rank.
+_Gather = Callable[[Sequence[int]], Mapping[int, list[int]]]
 
 
 def usable_mesh(mesh: object) -> DeviceMesh:
@@ -220,15 +235,27 @@ def claims_of(
     dtype, shape = -1, torch.Size()
     if isinstance(tensor, Tensor) and not problem:
         dtype, shape = DTYPES.index(tensor.dtype), tensor.shape
-    # A problem or 0, checksums, an index of DTYPES, the number of dims, and their sizes padded to MAX_NDIM.
-    row = [problem, zlib.crc32(asked.encode()), sample, dtype, len(shape), *shape, *[-1] * (MAX_NDIM - len(shape))]
-    table = gather_over_mesh(row, mesh)
-    if len({checksum for _, checksum, *_ in table.values()}) > 1:
-        _show_difference(what, asked, mesh)
+    # A problem or 0, a digest, an index of DTYPES, the number of dims, and their sizes padded to MAX_NDIM.
+    row = [problem, sample, dtype, len(shape), *shape, *[-1] * (MAX_NDIM - len(shape))]
     return {
         at: Claim(rank_at(mesh, at), problem, DTYPES[dtype] if dtype >= 0 else None, tuple(shape[:ndim]), sample)
-        for at, (problem, _, sample, dtype, ndim, *shape) in table.items()
+        for at, (problem, sample, dtype, ndim, *shape) in check_same(what, [asked], mesh, row).items()
     }
+
+
+def check_same(what: str, lines: Sequence[str], mesh: DeviceMesh, row: Sequence[int] = ()) -> Table:
+    """Check that ranks of the mesh have the same lines of text; gives what :func:`gather_over_mesh` does of ``row``.
+
+    Raises:
+        ValueError: on all ranks, with the first line that differs.
+    """
+    text = "\n".join(lines)
+    table = gather_over_mesh([zlib.crc32(text.encode()), *row], mesh)
+    if len({checksum for checksum, *_ in table.values()}) > 1:
+        told = {rank: dict(enumerate(each.split("\n"))) for rank, each in texts_over_mesh(text, mesh).items()}
+        if found := first_difference(told):
+            check_equal(what, found[1])
+    return {at: theirs for at, (_, *theirs) in table.items()}
 
 
 def gather_over_mesh(row: Sequence[int], mesh: DeviceMesh, what: str = "comparison of ranks") -> Table:
@@ -246,9 +273,14 @@ def gather_over_mesh(row: Sequence[int], mesh: DeviceMesh, what: str = "comparis
     for name in groups:
         record(name, what, torch.int64, len(row), compares=True)
     fingerprints = [number for name in groups for number in fingerprint(name)]
-    table = _gather_rows([*row, *fingerprints], mesh, what)
+    table = _gather_rows([*row, *fingerprints], mesh)
     for m, name in enumerate(groups):
-        _check_history(m, name, {at: theirs[len(row) + WIDTH * m :][:WIDTH] for at, theirs in table.items()}, mesh)
+        lines: dict[tuple[int, ...], dict[int, list[int]]] = {}  # of ranks along mesh dim m
+        for at, theirs in table.items():
+            lines.setdefault(at[:m] + at[m + 1 :], {})[rank_at(mesh, at)] = theirs[len(row) + WIDTH * m :][:WIDTH]
+        for line in lines.values():
+            _check_histories(line, name, partial(_rows_by_rank, mesh=mesh))
+        values_compared(name)
     return {at: theirs[: len(row)] for at, theirs in table.items()}
 
 
@@ -270,103 +302,81 @@ def gather_with_history(number: Tensor, dtype: torch.dtype, group: dist.ProcessG
     """
     device, name = number.device, group.group_name
     record(name, "item", dtype, 1, compares=True)
-    if debug_enabled():
-        check_call("item", group, device)
     # Complex numbers of double precision take two integers.
     row = torch.tensor([0, 0, *fingerprint(name)], device=device)
     row[:2].view(torch.uint8)[: number.nbytes].copy_(as_bytes(number))
     table = row.new_empty((group.size(), len(row)))
     wait_for(c10d_all_gather(table.view(-1), row, group), table, group)
-    _check_group(dict(enumerate(table[:, 2:].tolist())), group, device)
+    fingerprints = zip(dist.get_process_group_ranks(group), table[:, 2:].tolist(), strict=True)
+    _check_histories(dict(fingerprints), name, partial(gather_rows, group=group, device=device))
     values_compared(name)
     return table[:, :2].contiguous().view(torch.uint8)[:, : number.nbytes].contiguous().view(number.dtype).view(-1)
 
 
-def _check_group(fingerprints: Mapping[int, list[int]], group: dist.ProcessGroup, device: torch.device) -> None:
-    """RanksDiffer on all ranks of the group where they have not communicated the same."""
-    if said := difference(
-        fingerprints,
-        group.group_name,
-        dist.get_process_group_ranks(group).__getitem__,
-        lambda text: gather_texts(text, lambda row: gather_rows(row, group, device)),
-    ):
-        forget_history()
-        raise RanksDiffer(said)
+def _check_histories(fingerprints: Mapping[int, Sequence[int]], group: str, gather: _Gather) -> None:
+    """RanksDiffer on all ranks, which pass all fingerprints of one group, where these ranks differ.
+
+    Args:
+        gather: called by all of them or by none, to show in what they differ.
+    """
+    if len(set(map(tuple, fingerprints.values()))) > 1:
+        texts = gather_texts(as_text(group), gather)
+        if said := difference({rank: texts[rank] for rank in fingerprints}):
+            forget_history()
+            raise RanksDiffer(said)
 
 
-def _compare_new(name: str, values: bool) -> None:
+def _compare(name: str, values: bool) -> None:
     """See [Note: first communication] in history.py."""
     group = process_group(name) if dist.is_initialized() else None
-    device = None if group is None or debug_enabled() else device_of(group)
-    if group is None or device is None or is_capturing(device):
+    devices, debugs = [] if group is None else devices_of(group), debug_enabled()
+    if group is None or not devices or group.size() == 1 or (is_capturing(devices[0]) and not debugs):
         return
+    for device in devices if debugs else ():
+        check_not_captured("a comparison of ranks", device, remedy="unset SHARDTENSOR_DEBUG")
+    device = devices[0]
+    gather, lines = partial(gather_rows, group=group, device=device), last_lines(name) if debugs else []
     with hidden_from_program():
-        mine = fingerprint(name, values)
-        if device.type != "cpu" or not alike(mine, group):
-            _check_group(gather_rows(mine, group, device), group, device)
+        mine: tuple[int, ...] = fingerprint(name, values)
+        if debugs:
+            mine = (*mine, zlib.crc32(repr(lines).encode()))
+        if debugs or device.type != "cpu" or not alike(mine, group):
+            rows = gather(mine)
+            _check_histories({rank: theirs[:WIDTH] for rank, theirs in rows.items()}, name, gather)
+            if debugs and len({checksum for *_, checksum in rows.values()}) > 1:
+                begun = by_rank(gather_texts(f"{last_entry(name)}, at {next(iter(lines), 'no line of yours')}", gather))
+                warnings.warn(
+                    f"ranks start the same communication from different lines of code: {begun}. If these lines do not "
+                    "do the same, numbers are mixed up",
+                    stacklevel=2,
+                )
     if values:
         values_compared(name)
 
 
-before_new.append(_compare_new)
+at_comparison.append(_compare)
 
 
-def _check_history(m: int, group: str, fingerprints: Mapping[tuple[int, ...], list[int]], mesh: DeviceMesh) -> None:
-    """RanksDiffer on all ranks of the mesh where a group of mesh dim ``m`` has not communicated the same."""
-
-    def gather(text: str) -> dict[tuple[int, ...], str]:
-        return gather_texts(text, lambda row: _gather_rows(row, mesh))
-
-    lines: dict[tuple[int, ...], dict[tuple[int, ...], list[int]]] = {}
-    for at, theirs in fingerprints.items():
-        lines.setdefault(at[:m] + at[m + 1 :], {})[at] = theirs
-    for line in lines.values():
-        if said := difference(line, group, lambda at: rank_at(mesh, at), gather):
-            forget_history()
-            raise RanksDiffer(said)
-    values_compared(group)
-
-
-def _gather_rows(row: Sequence[int], mesh: DeviceMesh, what: str = "comparison of ranks") -> Table:
+def _gather_rows(row: Sequence[int], mesh: DeviceMesh) -> Table:
     rows: Table = {(): list(row)}
     for m in reversed(range(mesh.ndim)):
         flat = [number for theirs in rows.values() for number in theirs]
         if mesh.size(m) == 1:
-            gathered = {0: flat}
+            gathered = [flat]
         else:
-            group = group_along(mesh, m)
-            if debug_enabled():
-                check_call(what, group, mesh.device_type)
-            gathered = gather_rows(flat, group, mesh.device_type)
+            gathered = list(gather_rows(flat, group_along(mesh, m), mesh.device_type).values())
         starts = {at: i * len(row) for i, at in enumerate(rows)}
-        rows = {(k, *at): part[i : i + len(row)] for k, part in gathered.items() for at, i in starts.items()}
+        rows = {(k, *at): part[i : i + len(row)] for k, part in enumerate(gathered) for at, i in starts.items()}
     return rows
-
-
-def check_same(what: str, lines: Sequence[str], mesh: DeviceMesh) -> None:
-    """ValueError on all ranks of the mesh where their lines of text differ; it shows the first one that does."""
-    text = "\n".join(lines)
-    if len({checksum for [checksum] in gather_over_mesh([zlib.crc32(text.encode())], mesh).values()}) > 1:
-        _show_difference(what, text, mesh)
-
-
-def show(text: str, mesh: DeviceMesh) -> str:
-    """What each rank of the mesh has to say; called by all of them."""
-    return ", ".join(f"{theirs} on rank {rank}" for rank, theirs in texts_over_mesh(text, mesh).items())
 
 
 def texts_over_mesh(text: str, mesh: DeviceMesh) -> dict[int, str]:
     """Every rank's ``text``, by global rank. Collective over the mesh."""
-    texts = gather_texts(text, lambda row: _gather_rows(row, mesh))
-    return {rank_at(mesh, at): theirs for at, theirs in texts.items()}
+    return gather_texts(text, partial(_rows_by_rank, mesh=mesh))
 
 
-def _show_difference(what: str, text: str, mesh: DeviceMesh) -> None:
-    """ValueError with the first line in which the ranks' texts differ."""
-    texts = gather_texts(text, lambda row: _gather_rows(row, mesh))
-    lines = {at: theirs.split("\n") for at, theirs in texts.items()}
-    for i in range(max(map(len, lines.values()))):
-        _check_equal({at: theirs[i] if i < len(theirs) else "nothing" for at, theirs in lines.items()}, what, mesh)
+def _rows_by_rank(row: Sequence[int], mesh: DeviceMesh) -> dict[int, list[int]]:
+    return {rank_at(mesh, at): theirs for at, theirs in _gather_rows(row, mesh).items()}
 
 
 # -- what all claims say -----------------------------------------------------------------------
@@ -383,8 +393,8 @@ def _from_claims(
         if claim.problem:
             raise say(claim.problem, f"rank {claim.rank}: the local tensor", mesh)
     assert isinstance(local, Tensor)
-    _check_equal({at: str(claim.dtype) for at, claim in claims.items()}, "dtype", mesh)
-    _check_equal({at: str(len(claim.shape)) for at, claim in claims.items()}, "number of dims", mesh)
+    check_equal("dtype", {claim.rank: str(claim.dtype) for claim in claims.values()})
+    check_equal("number of dims", {claim.rank: str(len(claim.shape)) for claim in claims.values()})
     placements = normalize_placements(placements, mesh, local.ndim)
     sharded = {p.dim: m for m, p in enumerate(placements) if isinstance(p, Shard)}
     shape = list(local.shape)
@@ -392,8 +402,8 @@ def _from_claims(
     for d in range(local.ndim):
         m = sharded.get(d)
         if m is None:
-            sizes = {at: str(claim.shape[d]) for at, claim in claims.items()}
-            _check_equal(sizes, f"size of tensor dim {d}, which is not sharded", mesh)
+            sizes = {claim.rank: str(claim.shape[d]) for claim in claims.values()}
+            check_equal(f"size of tensor dim {d}, which is not sharded", sizes)
         else:
             inferred[m] = _sizes_along(claims, mesh, m, d)
             shape[d] = sum(inferred[m])
@@ -431,16 +441,6 @@ def _warn_of_copies(claims: Mapping[tuple[int, ...], Claim], spec: ShardTensorSp
                 "shards are equal on purpose, pass shard_sizes, and nothing is compared",
                 stacklevel=4,
             )
-
-
-def _check_equal(values: Mapping[tuple[int, ...], str], what: str, mesh: DeviceMesh) -> None:
-    """ValueError where ranks have different values, which names the ranks that have each."""
-    having: dict[str, list[int]] = {}
-    for at, value in values.items():
-        having.setdefault(value, []).append(rank_at(mesh, at))
-    if len(having) > 1:
-        seen = ", ".join(f"{value} on ranks {ranks}" for value, ranks in having.items())
-        raise ValueError(f"ranks do not agree on the {what}: {seen}; every rank must pass the same")
 
 
 def _sizes_along(claims: Mapping[tuple[int, ...], Claim], mesh: DeviceMesh, m: int, d: int) -> tuple[int, ...]:

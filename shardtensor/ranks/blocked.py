@@ -26,7 +26,8 @@ from weakref import ref
 import torch.distributed as dist
 
 from .callers import is_of_program
-from .history import by_rank, last_entry
+from .differences import by_rank
+from .history import last_entry
 
 PATIENCE = 5.0  # seconds between two looks: at the second one a rank says that it waits, from the third on it warns
 _log = logging.getLogger("shardtensor")

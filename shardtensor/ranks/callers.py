@@ -11,7 +11,6 @@ from types import FrameType, TracebackType
 import torch
 
 _PACKAGE = str(Path(__file__).parents[1])
-_OPERATORS = os.path.join(_PACKAGE, "ops", "")
 _LIBRARIES = (os.path.join(_PACKAGE, ""), os.path.join(Path(torch.__file__).parent, ""), "<")
 
 
@@ -20,19 +19,10 @@ def is_of_program(file: str) -> bool:
     return not file.startswith(_LIBRARIES)
 
 
-def called_from() -> tuple[str, list[str]]:
-    """The family of the operator that runs, and the lines outside of torch that led to it, innermost first.
-
-    The function is no part of it: ranks with empty or small shards may take another way through an operator.
-    """
-    family, lines = "", []
-    for frame, line in walk_stack(sys._getframe(1)):
-        file = frame.f_code.co_filename
-        if file.startswith(_OPERATORS):
-            family = family or file.removeprefix(_OPERATORS).split(os.sep)[0]
-        elif is_of_program(file):
-            lines.append(f"{file}:{line}")
-    return family, lines
+def called_from() -> list[str]:
+    """The lines outside of torch that led here, innermost first."""
+    frames = ((frame.f_code.co_filename, line) for frame, line in walk_stack(sys._getframe(1)))
+    return [f"{file}:{line}" for file, line in frames if is_of_program(file)]
 
 
 # What runs between a call with a ShardTensor and this package.

@@ -50,7 +50,8 @@ from .._compat.terminate import before_termination, stop_thread
 from ..errors import LostRankError, RanksDiffer, ThreadConflict
 from . import blocked
 from .callers import called_from, raised_at
-from .history import as_text, at_conflict, at_first, before_each, counts, here, known_difference, last_entry, named
+from .differences import named
+from .history import as_text, at_conflict, at_first, before_each, counts, difference, here, last_entry
 
 GRACE = 3.0  # seconds, for others to say that they have failed as well
 _HELD = 10.0  # seconds, for a program to wait for a ShardTensor's communication, after gloo has thrown
@@ -180,7 +181,7 @@ def _say_ended() -> None:
 
 
 def _described(error: BaseException) -> str:
-    _, lines = called_from()
+    lines = called_from()
     line = raised_at(error.__traceback__) or (lines[0] if lines else "")
     return f"{type(error).__name__}: {_first_line(error)}" + (f" ({line})" if line else "")
 
@@ -263,7 +264,7 @@ def _difference(group: dist.ProcessGroup, post: _Post) -> str | None:
             texts[following] = post.store.get(_waiting(following, group)).decode()
 
     _ask(tell)
-    return known_difference({rank: text for rank, text in texts.items() if text})
+    return difference({rank: text for rank, text in texts.items() if text}, finished=False)
 
 
 def stop_telling(group: dist.ProcessGroup) -> None:
@@ -394,7 +395,7 @@ def _others(group: dist.ProcessGroup, rank: int) -> list[int]:
 
 
 def _where(group: str) -> str:
-    _, lines = called_from()
+    lines = called_from()
     return last_entry(group) + (f" ({lines[0]})" if lines else "")
 
 

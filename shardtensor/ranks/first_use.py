@@ -112,14 +112,20 @@ def note_copies(
     along = [m for m in mesh_dims if mesh.size(m) > 1]
     if not along or not wanted or is_traced(t):
         return None
-    _, lines = called_from()
+    lines = called_from()
     what += f" ({lines[0]}), {t.dtype}," if lines else f", {t.dtype},"
-    where, tolerance = f"{zlib.crc32(repr(lines).encode()):x}", 0.0 if exactly else tolerance_of(t.dtype)
+    return note_held(what, t, mesh, along, f"{zlib.crc32(repr(lines).encode()):x}", exactly=exactly)
+
+
+def note_held(
+    what: str, t: Tensor, mesh: DeviceMesh, mesh_dims: Iterable[int], where: str = "", *, exactly: bool = False
+) -> Tensor | None:
+    """The same of a tensor, whatever the settings, compared among the ranks that say the same of ``where``."""
     with hidden_from_program():
         if not t.numel() or is_capturing(t.device):
             return None
-        held = summary(t)
-        for m in along:
+        held, tolerance = summary(t), 0.0 if exactly else tolerance_of(t.dtype)
+        for m in mesh_dims:
             note_values(group_along(mesh, m).group_name, where, what, t.shape, tolerance, held)
     return held
 

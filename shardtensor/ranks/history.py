@@ -15,13 +15,15 @@ group's ranks compare count and checksum before it is sent. Whether it is the fi
 so it is for all ranks or for none, unless they have not done the same. Then one rank compares and another communicates,
 their messages do not match, and both wait. A rank that waits for longer than a second looks what the others wait for,
 see [Note: failures] in failures.py. What all ranks have communicated before is not compared again: a header in front of
-every message would cost as much as the message.
+every message would cost as much as the message. ``SHARDTENSOR_DEBUG=1`` pays that: ranks then compare whenever they
+record something. They record their lines of code, too, and warn where only these differ.
 
 [Note: values] What plain tensors hold when they first meet ShardTensors is compared on the same occasions, and where an
 operator communicates for the first time. It is kept next to the history, by the place in it and the lines of code. What
 only one rank has noted is left out: ranks may use tensors for themselves, and a rank that has forgotten a plan notes
 again what is not the first time to another. If the values are equal bit by bit, which is usual, nothing else is
-compared; otherwise rounding errors are told from other differences.
+compared; otherwise rounding errors are told from other differences. ``debug.check`` and ``DomainParallel`` note what
+they are given in the same way, and have it compared at once.
 
 [Note: one thread] Two threads that communicate in one group do so in an order that differs between ranks, and get each
 other's numbers. No lock in this process could help: it knows nothing of the order on other ranks. So a group belongs to
@@ -38,11 +40,11 @@ import json
 import sys
 import threading
 import zlib
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from threading import get_ident
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -51,25 +53,24 @@ from .._compat import hidden_from_program
 from ..context import caller_of_backward
 from ..errors import ThreadConflict
 from ..layout.caches import forgets
+from .callers import called_from
+from .debug_mode import NAME, debug_enabled, environment
+from .differences import by_rank, first_difference
 from .summaries import differ
-
-Key = TypeVar("Key")
 
 WIDTH = 2  # integers of a fingerprint
 _KEPT = 128  # entries, of which the first that differs is shown
 _KNOWN = 4096  # of what has been communicated as much is known, before all of it is forgotten
-_VALUES = 4096  # of these as many are kept until they are compared
+_NAMED = 7  # of further tensors that differ
+MOST_VALUES = 4096  # of these as many are kept until they are compared
 
-# What to do where plain tensors differ.
+# What to do where tensors differ.
 SAME_VALUES = (
     "A plain tensor that meets ShardTensors is global, and the same on every rank. Call torch.manual_seed(seed) on all "
-    "ranks before it is drawn, or draw it from a torch.Generator with the same seed everywhere; send what one rank has "
-    "read or made to the others (torch.distributed.broadcast); make one ShardTensor of what differs on purpose "
+    "ranks before it is drawn or the model is made, or draw it from a torch.Generator with the same seed everywhere; "
+    "send what one rank has read or made to the others (torch.distributed.broadcast; for weights "
+    "shardtensor.parallel.synchronize(model, mesh)); make one ShardTensor of what differs on purpose "
     "(ShardTensor.from_local)"
-)
-_SAME_WEIGHTS = (
-    "All ranks need the same weights. Call shardtensor.parallel.synchronize(model, mesh) before the model is used, or "
-    "torch.manual_seed(seed) on all ranks before it is made"
 )
 
 
@@ -109,11 +110,11 @@ _observer: Callable[[str, str], None] | None = None
 
 
 class _Value(NamedTuple):
-    """A plain tensor that was used.
+    """A tensor that was noted.
 
     Attributes:
         key: where in the history and in the program.
-        what: in which operator; the same on all ranks.
+        what: what it is; the same on all ranks.
         shape: as a text.
     """
 
@@ -127,14 +128,16 @@ class _Value(NamedTuple):
 class _Log:
     """One group's communication."""
 
-    __slots__ = ("checksum", "count", "entries", "known", "thread", "values")
+    __slots__ = ("checksum", "count", "entries", "known", "lines", "thread", "values")
 
     def __init__(self) -> None:
         self.count = self.checksum = 0
         self.known: dict[tuple[Any, ...], bytes] = {}  # what has been communicated, as a text
         self.thread = 0  # whose it is, see [Note: one thread]
-        self.entries: deque[tuple[int, bytes]] = deque(maxlen=_KEPT)  # each with the checksum before it
-        self.values: deque[_Value] = deque(maxlen=_VALUES)
+        # Each with the checksum before it and, when debugging, the line of code.
+        self.entries: deque[tuple[int, bytes, str]] = deque(maxlen=_KEPT)
+        self.lines: list[str] = []  # that led to the last entry, when debugging
+        self.values: deque[_Value] = deque(maxlen=MOST_VALUES)
 
 
 _logs: dict[str, _Log] = {}
@@ -143,9 +146,9 @@ forgets(_logs.clear)
 at_first: list[Callable[[], None]] = []
 # before it communicates, each time; it raises where it must not; and
 before_each: list[Callable[[], None]] = []
-# before it communicates in a group, by its name, what it has not before; told whether to compare values, too. See
+# where the ranks of a group, by its name, have to compare what they have done; told whether values, too. See
 # [Note: first communication].
-before_new: list[Callable[[str, bool], None]] = []
+at_comparison: list[Callable[[str, bool], None]] = []
 
 
 def forget_history() -> None:
@@ -175,25 +178,31 @@ def record(group: str, kind: str, dtype: Any = None, elements: int = 0, *, compa
         text = known or _communication(*key)
     if log.thread != get_ident():
         _pass_on(group, log)
-    log.entries.append((log.checksum, text))
+    debugs, line = NAME in environment and debug_enabled(), ""
+    if debugs:
+        log.lines = called_from()
+        line = log.lines[0] if log.lines else "a thread without code of yours"
+    log.entries.append((log.checksum, text, line))
     log.count += 1
     log.checksum = zlib.crc32(text, log.checksum)
+    new = False
     if known is None:
         if len(log.known) >= _KNOWN:
             log.known.clear()
         log.known[key] = text
-        if not compares or (kind, elements) not in log.known:
-            log.known[kind, elements] = b""
-            for compare in before_new:
-                compare(group, not compares)
+        new = not compares or (kind, elements) not in log.known
+        log.known[kind, elements] = b""
+    if new or debugs:
+        for compare in at_comparison:
+            compare(group, not compares)
 
 
 def note_values(group: str, where: str, what: str, shape: Sequence[int], tolerance: float, summary: Tensor) -> None:
-    """Note what a plain tensor holds, to be compared where other ranks do at the same place. See [Note: values].
+    """Note what a tensor holds, to be compared where other ranks do at the same place. See [Note: values].
 
     Args:
-        where: the lines of code.
-        what: in which operator.
+        where: the lines of code, as a text; or anything that is the same on the ranks that are to be compared.
+        what: what it is, and in which operator.
         tolerance, summary: see summaries.py.
     """
     log = _log(group)
@@ -203,7 +212,7 @@ def note_values(group: str, where: str, what: str, shape: Sequence[int], toleran
 def forget_values(summary: Tensor) -> None:
     """Forget what was noted with this summary."""
     for log in _logs.values():
-        log.values = deque((value for value in log.values if value.summary is not summary), _VALUES)
+        log.values = deque((value for value in log.values if value.summary is not summary), MOST_VALUES)
 
 
 def values_compared(group: str) -> None:
@@ -258,6 +267,11 @@ def fingerprint(group: str, with_values: bool = True) -> tuple[int, int]:
     return log.count, zlib.crc32(repr(_values(log)).encode(), log.checksum) if noted else log.checksum
 
 
+def last_lines(group: str) -> list[str]:
+    """The lines of code that led to what this rank has begun last, innermost first, when debugging."""
+    return _log(group).lines
+
+
 def _values(log: _Log) -> list[_Value]:
     """What was noted, read from its devices."""
     for device in {v.summary.device for v in log.values if isinstance(v.summary, Tensor)}:
@@ -284,48 +298,8 @@ def as_text(group: str) -> str:
     """What this rank tells the others of the group where fingerprints differ: its last entries and values."""
     log = _logs.get(group, _Log())
     first = log.count - len(log.entries)
-    entries = {first + i: (checksum, text.decode()) for i, (checksum, text) in enumerate(log.entries)}
+    entries = [(first + i, checksum, text.decode(), line) for i, (checksum, text, line) in enumerate(log.entries)]
     return json.dumps([log.count, log.checksum, entries, _values(log)])
-
-
-def difference(
-    fingerprints: Mapping[Key, Sequence[int]],
-    group: str,
-    rank_of: Callable[[Key], int],
-    gather: Callable[[str], Mapping[Key, str]],
-) -> str | None:
-    """What ranks of a group have done differently; None where they have done the same.
-
-    Args:
-        fingerprints: every rank's; all ranks pass the same ones.
-        gather: gathers a text from each rank; called by all ranks or by none.
-    """
-    if len({tuple(theirs) for theirs in fingerprints.values()}) == 1:
-        return None
-    told = {rank_of(key): _Told(text) for key, text in gather(as_text(group)).items() if key in fingerprints}
-    if len({one.state for one in told.values()}) == 1:
-        return _first_unequal({rank: one.values for rank, one in told.items()})
-    return _not_the_same(told)
-
-
-def known_difference(texts: Mapping[int, str]) -> str | None:
-    """What ranks have done differently by their texts, which need not have come as far; None where nothing is known."""
-    told = {rank: _Told(text) for rank, text in texts.items()}
-    common = set.intersection(*(set(one.entries) for one in told.values()))
-    differs = any(len({one.entries[n] for one in told.values()}) > 1 for n in common)
-    return _not_the_same(told) if differs else None
-
-
-def _not_the_same(told: Mapping[int, _Told]) -> str:
-    logs = {rank: one.entries for rank, one in told.items()}
-    numbers = sorted(set.intersection(*(set(log) for log in logs.values())))
-    total = by_rank({rank: f"{one.state[0]} times" for rank, one in told.items()})
-    return (
-        f"the ranks have not done the same ({total}): {_first_difference(logs, numbers)}. Every rank must call the "
-        "same operators in the same order, with the same plain values. Look for an operator, or a step, that only some "
-        "ranks call, for an exception that only some of them caught, and for weights that differ "
-        "(shardtensor.parallel.synchronize). All numbers since then may be wrong"
-    )
 
 
 class _Told:
@@ -333,68 +307,76 @@ class _Told:
 
     Attributes:
         state: count and checksum.
-        entries: ``{number: (checksum, text)}``.
-        values: by their key, what they are, and how many before had both.
+        entries: what it has done, by number.
+        before: the checksum before each.
+        lines: where each was called.
+        values: what it has noted at each place, in order.
     """
 
     def __init__(self, text: str) -> None:
         *state, entries, values = json.loads(text)
         self.state = tuple(state)
-        self.entries: dict[int, tuple[int, str]] = {int(number): tuple(entry) for number, entry in entries.items()}
-        self.values: dict[tuple[str, str, int], _Value] = {}
-        seen: Counter[tuple[str, str]] = Counter()
+        self.entries = {number: what for number, _, what, _ in entries}
+        self.before = {number: checksum for number, checksum, _, _ in entries}
+        self.lines = {number: f" ({line})" if line else "" for number, _, _, line in entries}
+        self.values: dict[tuple[str, str], list[_Value]] = {}
         for value in map(_Value._make, values):
-            at = value.key, value.what
-            self.values[value.key, value.what, seen[at]] = value
-            seen[at] += 1
+            self.values.setdefault((value.key, value.what), []).append(value)
 
 
-def _first_unequal(values: Mapping[int, Mapping[tuple[str, str, int], _Value]]) -> str | None:
-    """Which plain tensors differ, of those that several ranks have used at one place; None: none, but for rounding."""
-    found = []
-    # Where a rank has noted more than another at one place, it has other plans: those of a shard without elements, say.
-    noted = {rank: Counter(at[:2] for at in theirs) for rank, theirs in values.items()}
-    for at in dict.fromkeys(at for theirs in values.values() for at in theirs):
-        having = {rank: theirs[at] for rank, theirs in values.items() if at in theirs}
-        if len({noted[rank][at[:2]] for rank in having}) > 1:
-            continue
-        one = next(iter(having.values()))
-        if any(v.shape != one.shape for v in having.values()) or differ(
-            [v.summary for v in having.values()], one.tolerance
-        ):
-            found.append(having)
-    if not found:
-        return None
-    what = next(iter(found[0].values())).what
-    shown = by_rank({r: f"{v.shape} with the digest {v.summary[0] % 2**64:016x}" for r, v in found[0].items()})
-    more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
+def difference(texts: Mapping[int, str], *, finished: bool = True) -> str | None:
+    """What ranks of a group have done differently, by what each has told; None if nothing, or nothing but rounding.
+
+    Args:
+        finished: all have come as far. Otherwise only what all of them have told of counts.
+    """
+    told = {rank: _Told(text) for rank, text in texts.items()}
+    common = sorted(set.intersection(*(set(one.entries) for one in told.values())))
+    if finished:
+        same = len({one.state for one in told.values()}) == 1
+    else:
+        same = all(len({(one.before[n], one.entries[n]) for one in told.values()}) == 1 for n in common)
+    if same:
+        return _first_unequal(told) if finished else None
+    total = by_rank({rank: f"{one.state[0]} times" for rank, one in told.items()})
     return (
-        f"plain tensors differ between ranks: {what} is {shown}{more}. "
-        f"{_SAME_WEIGHTS if 'plain parameter' in what else SAME_VALUES}. All numbers since then may be wrong"
+        f"the ranks have not done the same ({total}): {_first_entry(told, common)}. Every rank must call the same "
+        "operators in the same order, with the same plain values. Look for an operator, or a step, that only some "
+        "ranks call, for an exception that only some of them caught, for weights that differ "
+        "(shardtensor.parallel.synchronize), and for random generators that do (torch.manual_seed). All numbers since "
+        "then may be wrong"
     )
 
 
-def _first_difference(logs: Mapping[int, Mapping[int, tuple[int, str]]], numbers: Sequence[int]) -> str:
-    """Where the logs differ first; ``numbers`` are those of the entries that all of them have."""
-    if not numbers or len({log[numbers[0]][0] for log in logs.values()}) > 1:
+def _first_entry(told: Mapping[int, _Told], common: Sequence[int]) -> str:
+    """The first entry that differs; ``common`` are the numbers of those that all have told of."""
+    if not common or len({one.before[common[0]] for one in told.values()}) > 1:
         return "this happened earlier than what is kept"
-    last = numbers[-1] + 1
-    first = next((n for n in numbers if len({log[n][1] for log in logs.values()}) > 1), last)
-    seen = {rank: log[first][1] if first in log else "not made" for rank, log in logs.items()}
-    return f"number {first} was {by_rank(seen)}"
+    found = first_difference(
+        {rank: {n: text for n, text in one.entries.items() if n >= common[0]} for rank, one in told.items()}
+    )
+    assert found is not None
+    number, texts = found
+    return f"number {number} was {by_rank({r: text + told[r].lines.get(number, '') for r, text in texts.items()})}"
 
 
-def by_rank(texts: Mapping[int, str]) -> str:
-    """The texts, each with its ranks."""
-    having: dict[str, list[int]] = {}
-    for rank, text in texts.items():
-        having.setdefault(text, []).append(rank)
-    return ", ".join(f"{text} on {named(ranks)}" for text, ranks in having.items())
-
-
-def named(ranks: Sequence[int]) -> str:
-    """The ranks, as in "ranks 0, 1"."""
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+def _first_unequal(told: Mapping[int, _Told]) -> str | None:
+    """Which tensors differ, of those that several ranks have noted at one place; None: none, but for rounding."""
+    found: list[dict[int, _Value]] = []
+    for at in dict.fromkeys(at for one in told.values() for at in one.values):
+        having = {rank: one.values[at] for rank, one in told.items() if at in one.values}
+        # Where a rank has noted more than another, it has other plans: those of a shard without elements, say.
+        for values in zip(*having.values()) if len(set(map(len, having.values()))) == 1 else ():
+            one = values[0]
+            if any(v.shape != one.shape for v in values) or differ([v.summary for v in values], one.tolerance):
+                found.append(dict(zip(having, values)))
+    if not found:
+        return None
+    what, *others = (next(iter(having.values())).what for having in found)
+    shown = by_rank({r: f"{v.shape} with the digest {v.summary[0] % 2**64:016x}" for r, v in found[0].items()})
+    names = "; ".join(name.rstrip(",") for name in others[:_NAMED]) + "; ..." * (len(others) > _NAMED)
+    more = f" (and {len(others)} more: {names})" if others else ""
+    return f"tensors differ between ranks: {what} is {shown}{more}. {SAME_VALUES}. All numbers since then may be wrong"
 
 
 # -- threads ----------------------------------------------------------------------------------------------------------

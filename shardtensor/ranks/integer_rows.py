@@ -16,7 +16,7 @@ Key = TypeVar("Key")
 
 
 def gather_rows(row: Sequence[int], group: dist.ProcessGroup, device: torch.device | str) -> dict[int, list[int]]:
-    """Every rank's ``row`` of integers, equally long everywhere, by rank of the group."""
+    """Every rank's ``row`` of integers, equally long everywhere, by global rank."""
     check_not_captured(
         "a comparison of what ranks say",
         device,
@@ -25,7 +25,7 @@ def gather_rows(row: Sequence[int], group: dist.ProcessGroup, device: torch.devi
     mine = torch.tensor(row, dtype=torch.int64, device=device)
     table = mine.new_empty((group.size(), len(row)))
     wait_for(c10d_all_gather(table.view(-1), mine, group), table, group)
-    return dict(enumerate(table.tolist()))
+    return dict(zip(dist.get_process_group_ranks(group), table.tolist(), strict=True))
 
 
 def alike(row: Sequence[int], group: dist.ProcessGroup) -> bool:

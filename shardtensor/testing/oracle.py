@@ -9,7 +9,6 @@ the layouts that they have compared by, and tell each other what differs: a wron
 from __future__ import annotations
 
 import copy
-import zlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -21,7 +20,8 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from .._compat import tree_leaves
 from ..layout.intervals import chunk_sizes
 from ..layout.placements import ShardSizes, by_mesh_dim
-from ..ranks.agreement import check_same, gather_over_mesh, show
+from ..ranks.agreement import check_same, texts_over_mesh
+from ..ranks.differences import by_rank
 from .mesh import shared_mesh
 
 # rtol and atol, chosen for sums of a few hundred products.
@@ -294,13 +294,10 @@ class _Comparison:
 
     def raise_problems(self) -> None:
         """Raise on all ranks if anything differs on any."""
-        checksum = zlib.crc32("\n".join(self.layouts).encode())
-        rows = gather_over_mesh([checksum, len(self.problems)], self.mesh).values()
-        if len({other for other, _ in rows}) > 1:
-            check_same("layouts of the results", self.layouts, self.mesh)
-        if any(count for _, count in rows):
+        rows = check_same("layouts of the results", self.layouts, self.mesh, [len(self.problems)]).values()
+        if any(count for [count] in rows):
             where = f"at {self.coordinate} of a mesh of {tuple(self.mesh.shape)}"
-            found = show("; ".join(self.problems) or "nothing differs", self.mesh)
+            found = by_rank(texts_over_mesh("; ".join(self.problems) or "nothing differs", self.mesh))
             header = f"sharded and unsharded results differ {where}:"
             raise AssertionError("\n  ".join([header, *(self.problems or [found])]))
 

@@ -148,7 +148,7 @@ def other_sizes():
 def test_layouts_that_differ_between_ranks_fail_on_every_rank():
     for error in run_expecting_errors(other_sizes, 2):
         assert "ranks do not agree on the layouts of the results: output 0" in str(error), error
-        assert "sizes {0: (4, 4)}) on ranks [0]" in str(error) and "sizes {0: (5, 3)}) on ranks [1]" in str(error)
+        assert "sizes {0: (4, 4)}) on rank 0" in str(error) and "sizes {0: (5, 3)}) on rank 1" in str(error)
 
 
 @on_ranks(2)

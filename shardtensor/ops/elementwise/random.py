@@ -40,7 +40,6 @@ from ...dispatch.registry import DECLINED, RULES, register
 from ...errors import refuse
 from ...layout.spec import ShardTensorSpec
 from ...operators.declaration import operator
-from ...ranks.agreement import gather_over_mesh
 from ...ranks.cuda_graphs import check_not_captured, is_capturing
 from ...ranks.debug_mode import debug_enabled
 from ...ranks.history import record
@@ -84,21 +83,11 @@ def _own_generator(spec: ShardTensorSpec, like: Tensor) -> torch.Generator | Non
 
 
 def _note_source(number: int, spec: ShardTensorSpec) -> None:
-    """Have the ranks that hold copies of a tensor with ``spec`` compare the number with the next one that they read.
-
-    Raises:
-        RuntimeError: under ``SHARDTENSOR_DEBUG=1``, on every rank of the mesh where two of them have different ones.
-    """
-    if debug_enabled():
-        table = gather_over_mesh([number], spec.mesh, "comparison of random numbers")
-        if len({theirs for [theirs] in table.values()}) > 1:
-            raise RuntimeError(
-                f"the ranks' random generators differ: random numbers for {spec} need the same state on every rank of "
-                "the mesh; call torch.manual_seed with the same seed on all ranks, and draw on all of them alike"
-            )
+    """Note the number, which the ranks that hold copies of a tensor with ``spec`` have in common; in debugging all."""
     for m, p in enumerate(spec.placements):
-        if spec.mesh.size(m) > 1 and not isinstance(p, Shard):
-            record(group_along(spec.mesh, m).group_name, f"random numbers from the state {number:x} for copies")
+        if spec.mesh.size(m) > 1 and (not isinstance(p, Shard) or debug_enabled()):
+            what = "shards" if isinstance(p, Shard) else "copies"
+            record(group_along(spec.mesh, m).group_name, f"random numbers from the state {number:x} for {what}")
 
 
 def _place(spec: ShardTensorSpec) -> tuple[int, ...]:
