@@ -30,8 +30,8 @@ from ..dispatch.tensor import ShardTensor, redistribute_to, to_part
 from ..errors import UnsupportedSharding, refuse
 from ..layout.dtypes import wide_dtype
 from ..ranks.failures import note_raised
-from ..ranks.first_use import PlainOperands
 from ..ranks.history import here
+from ..ranks.plain_operands import PlainOperands
 from .arguments import (
     Arguments,
     Builder,

@@ -22,8 +22,8 @@ from ..errors import UnsupportedSharding
 from ..layout.spec import ShardTensorSpec
 from ..layout.strides import apart
 from ..ranks.failures import note_raised
-from ..ranks.first_use import PlainOperands
 from ..ranks.history import here
+from ..ranks.plain_operands import PlainOperands
 from .autocast import without_autocast
 from .weight_gradients import Contribution, GradientSum
 

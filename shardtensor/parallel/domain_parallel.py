@@ -33,7 +33,7 @@ from ..layout.spec import ShardTensorSpec
 from ..ranks.agreement import compare_histories, gather_over_mesh, record_over_mesh
 from ..ranks.debug_mode import debug_enabled
 from ..ranks.equal_values import Copy, compare
-from ..ranks.first_use import CALLS, wanted
+from ..ranks.plain_operands import CALLS, wanted
 from .styled_methods import Style, apply_style
 
 # One placement per mesh dim.

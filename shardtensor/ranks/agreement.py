@@ -42,7 +42,6 @@ from ..layout.strides import as_bytes, stride_like
 from .cuda_graphs import check_not_captured, is_capturing
 from .debug_mode import debug_enabled
 from .differences import by_rank, check_equal, first_difference
-from .first_use import note_copies
 from .history import (
     WIDTH,
     as_text,
@@ -56,6 +55,7 @@ from .history import (
     values_compared,
 )
 from .integer_rows import alike, gather_rows, gather_texts
+from .plain_operands import note_copies
 from .summaries import digest_of_some
 from .waiting import wait_for
 

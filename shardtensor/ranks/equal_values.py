@@ -16,8 +16,8 @@ from ..layout.placements import check_in_mesh, first_rank, given_mesh
 from ..layout.strides import as_bytes
 from .agreement import check_same, compare_histories
 from .failures import communicating
-from .first_use import note_held
 from .history import MOST_VALUES
+from .plain_operands import note_held
 
 
 class Copy(NamedTuple):

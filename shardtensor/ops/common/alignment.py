@@ -27,8 +27,8 @@ from ...layout.dtypes import wide_dtype
 from ...layout.intervals import chunk_sizes
 from ...layout.placements import AxisLayout
 from ...layout.spec import ShardTensorSpec
-from ...ranks.first_use import note_operand
 from ...ranks.history import here
+from ...ranks.plain_operands import note_operand
 
 _MUCH_LESS = 0.8
 

@@ -41,7 +41,7 @@ from ...layout.spec import ShardTensorSpec
 from ...layout.strides import contiguous_stride
 from ...operators.arguments import common_mesh
 from ...ranks.cuda_graphs import is_capturing
-from ...ranks.first_use import note_operand
+from ...ranks.plain_operands import note_operand
 from ..common.alignment import as_operand
 from ..common.named_dims import Form, arrange
 
