@@ -171,7 +171,7 @@ TESTED_WITH = {
     "shape/test_rearranging.py": "shape/diagonal shape/repeat spatial/unfold",
     "shape/test_slice_sources.py": "shape/records",
     "shape/test_view.py": "shape/cat shape/flip shape/slice spatial/pixel_shuffle",
-    "../test_dispatch.py": "elementwise/pointwise",
+    "../dispatch/test_dispatch.py": "elementwise/pointwise",
 }
 
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
+
 from endurance.__main__ import table
 from endurance.steps import ROWS, drawn, train
-
 from shardtensor.testing import run_distributed, shutdown_pools
 
 

@@ -574,5 +574,5 @@ def test_every_entry_is_compared_with_one_device(found):
 
 def test_what_is_compared_elsewhere_is():
     for name, text in ELSEWHERE:
-        (file,) = Path(__file__).parent.rglob(name)
+        (file,) = Path(__file__).parents[1].rglob(name)
         assert text in file.read_text(), (name, text)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
-from random_programs import draw, run_programs
 
 import shardtensor
+from random_programs import draw, run_programs
 
 aten = torch.ops.aten
 MESHES = [(2,), (3,), (2, 2)]

@@ -49,7 +49,7 @@ from shardtensor import UnsupportedSharding
 from shardtensor.parallel import clip_grad_norm_, parallelize
 from shardtensor.testing import count_communication, run_distributed, run_expecting_errors, shard, shared_mesh
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 
 # -- what is sent ------------------------------------------------------------------------------------------------------
 

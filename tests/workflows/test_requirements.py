@@ -38,7 +38,7 @@ from shardtensor.testing import (
     shared_mesh,
 )
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 UNEVEN = [(5, 3), (7, 1), (0, 8)]
 
 

@@ -12,7 +12,7 @@ from torch.distributed.tensor import Shard
 
 from shardtensor.testing import count_communication, run_distributed, shard, shared_mesh
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "examples" / "globe"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "globe"))
 
 HALVES = 2
 

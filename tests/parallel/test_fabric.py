@@ -29,7 +29,7 @@ from lightning.fabric.plugins.environments import ClusterEnvironment  # noqa: E4
 from lightning.fabric.strategies import ModelParallelStrategy  # noqa: E402
 from lightning.fabric.utilities import move_data_to_device  # noqa: E402
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 SIZES = {1: (13,), 2: (9, 4), 4: (2, 6, 0, 5)}
 NAMES = {"data": "data_parallel", "domain": "tensor_parallel"}
 MAX_NORM = 0.05

@@ -24,7 +24,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from shardtensor.parallel import parallelize
 from shardtensor.testing import run_distributed, shard, shared_mesh
 
-PAGE = Path(__file__).parents[1] / "docs" / "parallel.md"
+PAGE = Path(__file__).parents[2] / "docs" / "parallel.md"
 
 
 class Net(nn.Module):

@@ -10,6 +10,8 @@ from functools import cache
 import pytest
 import torch
 import torch.distributed as dist
+
+import shardtensor
 from operator_sweep import operator_names, sweep
 from operator_sweep.cases import shard_sizes
 from operator_sweep.drive import Report
@@ -17,8 +19,6 @@ from operator_sweep.half import less_exact
 from operator_sweep.memory import MEMORY, copied, in_memory, laid_out
 from operator_sweep.table import render
 from operator_sweep.worker import Case, Options
-
-import shardtensor
 from shardtensor import UnsupportedSharding
 from shardtensor.layout import caches
 from shardtensor.layout.spec import ShardTensorSpec

@@ -23,7 +23,7 @@ from shardtensor.checkpoint import CheckpointReader, CheckpointWriter, latest
 from shardtensor.testing import run_distributed, run_expecting_errors, shard, shared_mesh
 from shardtensor.testing.failures import DistributedFailure
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is ")  # one process without a group
 LARGE = 3 << 19  # elements of float64: 12 MiB, three blocks in all, and two on a rank
 
@@ -301,7 +301,7 @@ def test_a_process_that_is_killed_at_any_call_leaves_a_complete_checkpoint(tmp_p
         capture_output=True,
         text=True,
         timeout=300,
-        env={**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"},
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (ROOT, ROOT / "tests", Path(__file__).parent)))},
     )
     assert found.returncode == 0, found.stdout + found.stderr
     # Many calls were tried, and some of them after the folder had been moved to its place.
