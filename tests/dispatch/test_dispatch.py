@@ -1,24 +1,19 @@
-"""Aten operators on shards: every rule against one device, refusals, gathering, and a sweep over all of torch."""
+"""Aten operators on shards: rules against one device, refusals, gathering, plans, and handlers of users."""
 
 from __future__ import annotations
-
-import contextlib
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from on_ranks import on_ranks
-from operator_sweep import database
-from operator_sweep.worker import Randomness, loss_of, whole
 from seeded import seeded
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Partial, Replicate, Shard
-from torch.utils._pytree import tree_leaves, tree_map
 
 import shardtensor
 from shardtensor import ShardTensor, UnsupportedSharding, context
-from shardtensor.dispatch import planning, registry
+from shardtensor.dispatch import planning
 from shardtensor.layout import caches
 from shardtensor.observe._compat import init_fake_process_group
 from shardtensor.testing import (
@@ -239,6 +234,32 @@ def test_an_operand_smaller_than_a_share_of_the_result_is_gathered(ranks):
 
 
 @on_ranks(2)
+def test_when_a_partial_is_resolved():
+    """As the table of docs/how-it-works.md tells, counted."""
+    x = shard(numbers(8, 6), shared_mesh(2), [Shard(0)], {0: (5, 3)}, requires_grad=True)
+
+    def sent(function):
+        with count_communication() as counted:
+            result = function()
+        return (counted.bytes_sent + counted.collective_bytes, sum(counted.collectives.values())), result
+
+    traffic, mean = sent(lambda: x.mean(0))
+    assert traffic == (0, 0) and mean.placements == (Partial(),)  # no gathering of the input
+    for function in (lambda: mean * 2, lambda: -mean, lambda: mean + mean, lambda: mean.view(2, 3), lambda: mean.sum()):
+        traffic, result = sent(function)
+        assert traffic == (0, 0) and result.placements == (Partial(),)
+    for function in (lambda: mean.exp(), lambda: mean + 1, lambda: mean > 0, lambda: F.linear(mean, numbers(2, 6))):
+        traffic, result = sent(function)
+        if result.placements != (Partial(),):  # a linear layer may leave it
+            assert traffic == (6 * 8, 1)
+    traffic, result = sent(lambda: x * mean)
+    assert traffic == (6 * 8, 1) and result.placements == (Shard(0),)
+    traffic, value = sent(lambda: mean.sum().item())
+    assert traffic == (32, 1)  # with what the ranks compare
+    assert abs(value - numbers(8, 6).mean(0).sum().item()) < 1e-12
+
+
+@on_ranks(2)
 def test_assertions_on_the_global_value():
     x = shard(numbers(8, 3), shared_mesh(2), [Shard(0)], {0: (5, 3)})
     torch._assert_async((x < 99).all())
@@ -313,63 +334,6 @@ def test_sparse_results_without_strides_are_refused():
     for make in (lambda: x.to_sparse_csr(), lambda: x.to_sparse_csc()):
         with pytest.raises(UnsupportedSharding, match=r"a ShardTensor cannot have the layout torch\.sparse_cs"):
             make()
-
-
-def unexercised():
-    """Rules that no case above reaches."""
-    used = set()
-    originals = dict(registry.RULES)
-    caches.forget()
-
-    def recording(op, build):
-        def record(call):
-            used.add(op)
-            return build(call)
-
-        return record
-
-    try:
-        for op, build in originals.items():
-            registry.RULES[op] = recording(op, build)
-        for layout in ("uneven", "partial"):
-            matches_everywhere(layout)
-        x = shard(numbers(7, 3), shared_mesh(3), [Shard(0)], {0: (5, 1, 1)})
-        for flags in (x > 0, x < 100):
-            whole = flags.full_tensor()
-            for f in (lambda t: t.any(), lambda t: t.all(), lambda t: t.any(0), lambda t: t.all(1)):
-                assert torch.equal(f(flags).full_tensor(), f(whole))
-            for op in (aten.any.dims, aten.all.dims):
-                assert torch.equal(op(flags, [0, 1]).full_tensor(), op(whole, [0, 1]))
-            for op in (aten._is_all_true, aten._is_any_true):
-                assert torch.equal(op(flags).full_tensor(), op(whole))
-        assert torch.equal(x.long().detach().full_tensor(), x.full_tensor().long())  # of others a handler detaches
-        assert aten.prod.dim_int(x, 1).full_tensor().tolist() == pytest.approx(x.full_tensor().prod(1).tolist())
-        assert x.prod().item() == pytest.approx(x.full_tensor().prod().item())
-    finally:
-        registry.RULES.update(originals)
-        caches.forget()
-    tested = {op for op in originals if originals[op].__module__ in MODULES or str(op) in MORE}
-    return sorted(map(str, tested - used))
-
-
-# The families tested here, and reductions that have modules of their own; and other spellings of what is reached.
-MODULES = [f"shardtensor.ops.{name}" for name in ("elementwise.pointwise", "reduction.reductions")]
-MORE = [f"aten.{name}.default" for name in ("amax", "amin", "max", "min", "dot", "vdot", "histc")]
-ELSEWHERE = (
-    *("alias", "lift_fresh", "_neg_view", "new_empty", "empty_like", "_reshape_alias", "_unsafe_view", "reshape"),
-    *("__irshift__", "native_dropout_backward", "_dirichlet_grad", "_standard_gamma_grad"),
-    *("squeeze.default", "mean.default", "sum.default", "prod.default"),
-    # in test_extremum.py, test_reductions.py, test_softmax.py, test_activations.py and test_every_handler.py
-    *("aminmax", "argmax", "argmin", "max.dim", "min.dim", "var", "std", "logsumexp", "_assert_async"),
-    *("fake_quantize_per_", "_fake_quantize_per_"),  # in test_fake_quantize.py
-)
-
-
-@pytest.mark.not_emulated("a build without CUDA composes mish_backward for it")
-def test_no_rule_is_left_out():
-    missing = [op for op in run_distributed(unexercised, 3, timeout=120)[0]]
-    missing = [op for op in missing if not any(op.removeprefix("aten.").startswith(name) for name in ELSEWHERE)]
-    assert not missing
 
 
 # -- refusals -------------------------------------------------------------------------------------------------------
@@ -629,132 +593,6 @@ def test_users_register_operators_of_their_own():
         shardtensor.extend.unregister(half)
     shardtensor.extend.registered().clear()  # a copy
     assert torch.sum in shardtensor.extend.registered()
-
-
-# -- everything that torch has ----------------------------------------------------------------------------------------
-
-
-# Results without defined values, and generators.
-UNDEFINED = ("empty", "new_empty", "resize")
-
-
-def cut_last(t, dim, ranks):
-    """All but the last few indices on the first rank, one on each of the others, as long as there are any."""
-    if not isinstance(t, torch.Tensor) or t.layout != torch.strided or t.ndim == 0 or t.shape[dim] == 0:
-        return t
-    dim %= t.ndim
-    first = max(0, t.shape[dim] - ranks + 1)
-    rest = [int(i < t.shape[dim] - first) for i in range(ranks - 1)]
-    return shard(t.detach(), shared_mesh(ranks), [Shard(dim)], {0: (first, *rest)}, requires_grad=t.requires_grad)
-
-
-def agree(value, expected):
-    if not isinstance(expected, torch.Tensor):
-        return value == expected or (value != value and expected != expected) or abs(value - expected) < 1e-4
-    if not isinstance(value, torch.Tensor) or value.shape != expected.shape or value.dtype != expected.dtype:
-        return False
-    return expected.layout != torch.strided or torch.allclose(value, expected, rtol=1e-3, atol=1e-4, equal_nan=True)
-
-
-def all_agree(got, expected):
-    return all(agree(*pair) for parts in zip(got, expected) for pair in zip(*parts))
-
-
-def attempt(function, sample, place, backward):
-    """Leaves of the result, and of the gradients."""
-    inp, args, kwargs = tree_map(
-        lambda t: place(t.detach().clone().requires_grad_(t.requires_grad)) if isinstance(t, torch.Tensor) else t,
-        (sample.input, sample.args, sample.kwargs),
-    )
-    torch.manual_seed(1)
-    results = [whole(t) for t in tree_leaves(function(inp, *args, **kwargs))]
-    if not backward:
-        return results, []
-    roots = [t for t in results if isinstance(t, torch.Tensor) and t.requires_grad]
-    leaves = [t for t in tree_leaves((inp, args, kwargs)) if isinstance(t, torch.Tensor) and t.requires_grad]
-    if not roots:
-        return results, []
-    grads = torch.autograd.grad(loss_of(roots), leaves, allow_unused=True)
-    return results, [torch.zeros(t.shape) if g is None else whole(g) for g, t in zip(grads, leaves)]
-
-
-def sweep(ranks, dim, kind, samples, gather=False):
-    """Problems, by operator and sample; and how many were right and how many refused."""
-    problems, right, refused = [], 0, 0
-    for op in database().values():
-        name = f"{op.name} {op.variant_test_name}".strip()
-        function = op.inplace_variant if kind == "in place" else op.op
-        backward = kind == "backward"
-        dtype = next((d for d in (torch.float32, torch.int64, torch.bool) if op.supports_dtype(d, "cpu")), None)
-        if (
-            function is None
-            or dtype is None
-            or op.name.startswith(UNDEFINED)
-            or "sparse" in name
-            or "jiterator" in name
-        ):
-            continue
-        if backward and not (op.supports_autograd and dtype.is_floating_point):
-            continue
-        torch.manual_seed(0)
-        try:
-            made = [s for _, s in zip(range(samples), op.sample_inputs("cpu", dtype, requires_grad=backward))]
-        except Exception:
-            continue
-        for i, sample in enumerate(made):
-            if not any(isinstance(t, torch.Tensor) and t.ndim for t in tree_leaves(sample.input)):
-                continue
-            try:
-                with Randomness() as randomness:
-                    expected = attempt(function, sample, lambda t: t, backward)
-            except Exception:
-                continue  # not possible on one device
-            verdict = None
-            try:
-                with shardtensor.allow_gather() if gather else contextlib.nullcontext():
-                    got = attempt(function, sample, lambda t: cut_last(t, dim, ranks), backward)
-                if [len(part) for part in got] != [len(part) for part in expected]:
-                    verdict = "another number of results"
-                elif not all_agree(got, expected) and not randomness.seen:
-                    verdict = "wrong values"
-                else:
-                    right += 1
-            except UnsupportedSharding:
-                refused += 1
-            except Exception as error:
-                verdict = f"{type(error).__name__}: {str(error)[:200]}"
-            ranks_say = [None] * ranks
-            dist.all_gather_object(ranks_say, (name, i, right, refused))
-            if any(said != ranks_say[0] for said in ranks_say):
-                verdict = f"ranks differ: {ranks_say}, {verdict}"
-            if verdict:
-                problems.append(f"{name} #{i}: {verdict}")
-    return problems, right, refused
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("dim", [0, -1])
-@pytest.mark.parametrize("kind", ["forward", "backward", "in place"])
-def test_every_operator_of_torch_is_right_or_refused(kind, dim):
-    """Uneven shards of all tensor arguments: never a wrong value, another exception or a hang."""
-    for problems, right, refused in run_distributed(sweep, 2, 2, dim, kind, 2, timeout=500):
-        assert not problems, "\n".join(problems)
-        assert right > 100 and refused > 0  # the sweep sees what it should
-
-
-@pytest.mark.slow
-def test_every_operator_of_torch_is_right_on_three_ranks():
-    for problems, right, _ in run_distributed(sweep, 3, 3, 0, "forward", 2, timeout=500):
-        assert not problems, "\n".join(problems)
-        assert right > 100
-
-
-@pytest.mark.slow
-def test_every_operator_of_torch_is_right_when_gathered():
-    """Inside allow_gather only random operators and writes are refused."""
-    for problems, right, refused in run_distributed(sweep, 2, 2, 0, "forward", 1, gather=True, timeout=500):
-        assert not problems, "\n".join(problems)
-        assert right > 10 * refused
 
 
 @pytest.mark.parametrize(

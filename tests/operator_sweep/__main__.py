@@ -33,6 +33,7 @@ def main() -> None:
     parser.add_argument("--limit", type=int, default=10**9, help="samples of each operator")
     parser.add_argument("--formats", nargs="*", choices=MEMORY, help="samples in other memory (default: in all)")
     parser.add_argument("--entries", action="store_true", help="the first operands are entries of a sharded dim")
+    parser.add_argument("--together", action="store_true", help="all operands are sharded along the same dim")
     parser.add_argument("--transform", choices=TRANSFORMS, help="inside a transform of torch.func")
     parser.add_argument("--checkpoint", choices=POLICIES, help="inside selective checkpointing that keeps this")
     parser.add_argument("--part", default="0/1", help="i/n: every n-th operator from the i-th on, to run in parallel")
@@ -52,8 +53,8 @@ def main() -> None:
     for ranks, dtype, memory in itertools.product(options.ranks, options.dtypes, formats):
         start = time.monotonic()
         wanted = Options(dtype, options.kind, options.gather, options.limit, memory=memory, data=options.data)
-        wanted = replace(wanted, entries=options.entries, autocast=options.autocast, transform=options.transform)
-        wanted = replace(wanted, checkpoint=options.checkpoint)
+        wanted = replace(wanted, entries=options.entries, together=options.together, autocast=options.autocast)
+        wanted = replace(wanted, transform=options.transform, checkpoint=options.checkpoint)
         with on(options.device):
             swept = sweep(names, ranks, wanted, progress=show, refused_in=refused_in)
         report.cases += swept.cases

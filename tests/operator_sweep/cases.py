@@ -106,6 +106,12 @@ def cuts(sample: Any) -> Iterator[Cut]:
                     yield Cut(dim, empty, kind)
 
 
+def along_one_dim(sample: Any) -> Iterator[Cut]:
+    """The ways to shard all operands along one dim, which the operator need not pair."""
+    if any(t.layout == torch.strided for t in first_operands(sample)) and other_operands(sample):
+        yield from (Cut(dim, False, "sharded") for dim in range(max(t.ndim for t in first_operands(sample))))
+
+
 def entries(sample: Any) -> Iterator[Cut]:
     """The ways to have the first operands on one rank, as entries of a sharded dim; the others, too, or on another."""
     if not any(t.layout == torch.strided for t in first_operands(sample)):
@@ -148,6 +154,8 @@ def place(
     def other(t: Any) -> Any:
         if not isinstance(t, torch.Tensor) or t.layout != torch.strided or cut.others == "plain":
             return copied(t)
+        if cut.others == "sharded":
+            return placed(t, cut.dim) if t.ndim > cut.dim else copied(t)
         return placed(t, _alike(longest, cut.dim, t) if cut.others == "alike" else None)
 
     return tree_map(first, sample.input), tree_map(other, sample.args), tree_map(other, sample.kwargs)

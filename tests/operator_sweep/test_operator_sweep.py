@@ -239,6 +239,15 @@ def test_every_operator_on_entries_of_sharded_dims(ranks, kind):
     assert report.share_right(lambda case: not case.random) > 0.95
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["function", "in place"])
+def test_operands_that_are_all_sharded_along_one_dim(kind):
+    """Indices, weights and matrices, too."""
+    report = sweep(operator_names(), 2, Options(kind=kind, limit=2, together=True))
+    assert not report.bad(), told(report)
+    assert report.counted()["right"] > {"function": 400, "in place": 50}[kind]
+
+
 SUMMING = """
     trace var cumsum matmul addmm einsum nn.functional.linear nn.functional.conv2d nn.functional.conv_transpose1d
     nn.functional.layer_norm nn.functional.batch_norm nn.functional.mse_loss

@@ -34,6 +34,7 @@ from .cases import (
     DTYPES,
     HALF,
     Cut,
+    along_one_dim,
     copied_sample,
     cuts,
     database,
@@ -89,6 +90,7 @@ class Options:
         data: of half precision, what the samples hold; see half.py.
         autocast: "bfloat16" or "float16": inside torch.autocast, and compared as samples of half precision are.
         entries: the first operands are entries of a sharded dim, each on one rank.
+        together: all operands are sharded along the same dim, also those that the operator does not pair.
         transform: of torch.func, inside of which the operator is called.
         checkpoint: a policy of selective checkpointing, inside of which it is called for the first time on a layout.
         only: the number of the sample and the name of the cut of cases; None for all.
@@ -103,6 +105,7 @@ class Options:
     data: str = DATA[0]
     autocast: str | None = None
     entries: bool = False
+    together: bool = False
     transform: str | None = None
     checkpoint: str | None = None
     only: frozenset[tuple[int, str]] | None = None
@@ -285,7 +288,7 @@ def run_operator(name: str, options: Options, folder: str, skip: int, started: i
     with log:
         for i, sample in enumerate(samples_of(name, options)):
             reference: Expected | None = None
-            for cut in (entries if options.entries else cuts)(sample):
+            for cut in (entries if options.entries else along_one_dim if options.together else cuts)(sample):
                 if reference is not None and options.data != DATA[0] and reference.dim != cut.dim:
                     reference = None  # what cancels depends on the dim
                 number += 1
