@@ -7,12 +7,13 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
+from alike import raises_alike
 from on_ranks import on_ranks
 from torch import Tensor, nn
 from torch.distributed.tensor import Shard
 
 from shardtensor import UnsupportedSharding
-from shardtensor.testing import assert_matches_unsharded, run_distributed, run_expecting_errors, shard, shared_mesh
+from shardtensor.testing import assert_matches_unsharded, run_distributed, shard, shared_mesh
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning")
 IMAGE = (1, 3, 8, 6)
@@ -74,28 +75,28 @@ class Scale(nn.Module):
         return x * self.weight
 
 
-def refuse(case):
-    x = shard(torch.rand(IMAGE), shared_mesh(2), [Shard(2)], {0: (5, 3)})
-    if case == "traced":
-        torch.jit.trace(nn.RReLU(), torch.rand(IMAGE), check_trace=False)(x)
-    elif case == "scripted":
-        torch.jit.script(nn.RReLU())(x)
-    elif case == "tracing a module":
-        torch.jit.trace(nn.Linear(6, 5), x)
-    else:
-        torch.jit.trace(Scale(), x)
+def operand():
+    return shard(torch.rand(IMAGE), shared_mesh(2), [Shard(2)], {0: (5, 3)})
 
 
-@pytest.mark.parametrize(
-    ("case", "match"),
-    [
-        ("traced", r"rrelu_with_noise.*: .*\[5, 3\].*call the module that was scripted or traced instead"),
-        ("scripted", r"rrelu_with_noise.*: .*\[5, 3\].*call the module that was scripted or traced instead"),
-        ("tracing a module", r"linear: torch.jit.trace would record .*\[5, 3\].*trace the module on plain tensors"),
-        ("tracing a product", r"mul: torch.jit.trace would record .*\[5, 3\].*trace the module on plain tensors"),
-    ],
-)
-def test_refusals_say_what_to_do_on_every_rank(case, match):
-    for error in run_expecting_errors(refuse, 2, case):
-        with pytest.raises(UnsupportedSharding, match=match):
-            raise error
+CALLED = r"rrelu_with_noise.*: .*\[5, 3\].*call the module that was scripted or traced instead"
+RECORDED = r"{}: torch.jit.trace would record .*\[5, 3\].*trace the module on plain tensors"
+ERRORS = {
+    "traced": (
+        lambda x: torch.jit.trace(nn.RReLU(), torch.rand(IMAGE), check_trace=False)(x),
+        UnsupportedSharding,
+        CALLED,
+    ),
+    "scripted": (lambda x: torch.jit.script(nn.RReLU())(x), UnsupportedSharding, CALLED),
+    "tracing a module": (
+        lambda x: torch.jit.trace(nn.Linear(6, 5), x),
+        UnsupportedSharding,
+        RECORDED.format("linear"),
+    ),
+    "tracing a product": (lambda x: torch.jit.trace(Scale(), x), UnsupportedSharding, RECORDED.format("mul")),
+}
+
+
+@pytest.mark.parametrize("name", ERRORS)
+def test_refusals_say_what_to_do_on_every_rank(name):
+    raises_alike(operand, name, silent=False)  # which is counted by a mode, under which nothing is traced

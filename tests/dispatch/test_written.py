@@ -7,6 +7,7 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
+from alike import raises_alike
 from on_ranks import on_ranks
 from torch.distributed.tensor import Partial, Replicate, Shard
 
@@ -15,7 +16,6 @@ from shardtensor.testing import (
     assert_matches_unsharded,
     count_communication,
     run_distributed,
-    run_expecting_errors,
     shard,
     shared_mesh,
 )
@@ -490,54 +490,88 @@ def test_gradients_through_what_stays_plain():
         assert_matches_unsharded(program, whole(), mesh_shape=2, placements=[Shard(0)], shard_sizes={0: (5, 2)})
 
 
-def fail(case):
-    x = cut(whole())
-    if case == "plain":
-        torch.add(x, 1, out=torch.frombuffer(bytearray(112), dtype=torch.float32).view(7, 4))
-    elif case == "shape":
-        torch.add(x, 1, out=cut(torch.zeros(7), (5, 2)))
-    elif case == "replicated":
-        out = cut(torch.zeros(7, 4), placement=Replicate())
-        held = out.to_local()
-        torch.add(x, 1, out=out)
-        held.zero_()
-    elif case == "other view":
-        value = cut(torch.zeros(7, 4), placement=Replicate())
-        rows, columns = value[2:], value[:, 1:]
-        columns *= x[:, 1:]
-        rows.zero_()
-    elif case == "leaf":
-        with torch.no_grad():
-            cut(torch.zeros(7, 4), placement=Replicate(), requires_grad=True).add_(x)
-    elif case == "dtype":
-        torch.add(x, 1, out=cut(torch.zeros(7, 4, dtype=torch.int64)))
-    elif case == "data":
-        x.data = cut(torch.zeros(7), (5, 2))
-    elif case == "gradient":
-        torch.add(cut(whole(), requires_grad=True), 1, out=x)
-    elif case == "in-place dtype":
-        cut(torch.ones(7, 4, dtype=torch.int64)).cumsum_(0, dtype=torch.float32)
-    else:
-        with allow_gather():
-            x.as_strided((3,), (1,)).zero_()
+def operand():
+    return cut(whole())
 
 
-@pytest.mark.parametrize(
-    ("case", "kind", "text"),
-    [
-        ("plain", UnsupportedSharding, r"copy_.*a ShardTensor cannot be written into a plain tensor.*Remedy"),
-        ("shape", UnsupportedSharding, r"add: out= has shape \(7,\), but the result \(7, 4\).*Remedy"),
-        ("replicated", UnsupportedSharding, r"copy_.*would have to be gathered.*\[5, 2\].*Remedy.*local tensor"),
-        ("other view", UnsupportedSharding, r"mul_.*would have to be gathered.*\[5, 2\].*Remedy.*no other view"),
-        ("leaf", UnsupportedSharding, r"add_.*would have to be gathered.*\[5, 2\].*no leaf that requires grad"),
-        ("data", UnsupportedSharding, r"data: .*shape \(7, 4\) is assigned data of shape \(7,\).*Remedy"),
-        ("dtype", RuntimeError, "can't be cast to the desired output type"),
-        ("gradient", RuntimeError, "don't support automatic differentiation"),
-        ("in-place dtype", RuntimeError, "dtype"),
-        ("view", UnsupportedSharding, "it would write to a view that is a copy on shards.*Remedy"),
-    ],
-)
-def test_errors_are_the_same_on_every_rank(case, kind, text):
-    for error in run_expecting_errors(fail, 2, case):
-        with pytest.raises(kind, match=text):
-            raise error
+def replicated(**options):
+    return cut(torch.zeros(7, 4), placement=Replicate(), **options)
+
+
+def seen_by_a_local_tensor(x):
+    out = replicated()
+    held = out.to_local()
+    torch.add(x, 1, out=out)
+    held.zero_()
+
+
+def seen_by_another_view(x):
+    value = replicated()
+    rows, columns = value[2:], value[:, 1:]
+    columns *= x[:, 1:]
+    rows.zero_()
+
+
+def to_a_leaf(x):
+    with torch.no_grad():
+        replicated(requires_grad=True).add_(x)
+
+
+def to_a_gathered_view(x):
+    with allow_gather():
+        x.as_strided((3,), (1,)).zero_()
+
+
+ERRORS = {
+    "plain": (
+        lambda x: torch.add(x, 1, out=torch.frombuffer(bytearray(112), dtype=torch.float32).view(7, 4)),
+        UnsupportedSharding,
+        r"copy_.*a ShardTensor cannot be written into a plain tensor.*Remedy",
+    ),
+    "shape": (
+        lambda x: torch.add(x, 1, out=cut(torch.zeros(7), (5, 2))),
+        UnsupportedSharding,
+        r"add: out= has shape \(7,\), but the result \(7, 4\).*Remedy",
+    ),
+    "replicated": (
+        seen_by_a_local_tensor,
+        UnsupportedSharding,
+        r"copy_.*would have to be gathered.*\[5, 2\].*Remedy.*local tensor",
+    ),
+    "other view": (
+        seen_by_another_view,
+        UnsupportedSharding,
+        r"mul_.*would have to be gathered.*\[5, 2\].*Remedy.*no other view",
+    ),
+    "leaf": (to_a_leaf, UnsupportedSharding, r"add_.*would have to be gathered.*\[5, 2\].*no leaf that requires grad"),
+    "data": (
+        lambda x: setattr(x, "data", cut(torch.zeros(7), (5, 2))),
+        UnsupportedSharding,
+        r"data: .*shape \(7, 4\) is assigned data of shape \(7,\).*Remedy",
+    ),
+    "dtype": (
+        lambda x: torch.add(x, 1, out=cut(torch.zeros(7, 4, dtype=torch.int64))),
+        RuntimeError,
+        "can't be cast to the desired output type",
+    ),
+    "gradient": (
+        lambda x: torch.add(cut(whole(), requires_grad=True), 1, out=x),
+        RuntimeError,
+        "don't support automatic differentiation",
+    ),
+    "in-place dtype": (
+        lambda x: cut(torch.ones(7, 4, dtype=torch.int64)).cumsum_(0, dtype=torch.float32),
+        RuntimeError,
+        "dtype",
+    ),
+    "view": (
+        to_a_gathered_view,
+        UnsupportedSharding,
+        "it would write to a view that is a copy on shards.*Remedy",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ERRORS)
+def test_errors_are_the_same_on_every_rank(name):
+    raises_alike(operand, name, silent=name != "view")  # which is gathered first

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+from alike import raises_alike
 from halves import half_of, in_halves
 from on_ranks import on_ranks
 from seeded import seeded
@@ -16,7 +17,6 @@ from shardtensor.testing import (
     assert_matches_unsharded,
     count_communication,
     run_distributed,
-    run_expecting_errors,
     shard,
     shared_mesh,
 )
@@ -427,42 +427,52 @@ def test_cut_groups_are_exchanged_there_and_back():
         assert one == (2, ((1, 3)[rank] + (3, 1)[rank]) * half, {"all_to_all": 2, "all_gather": 1})
 
 
-def fail(case):
-    mesh = shared_mesh(2)
-    x = torch.randn(2, 4, 8, 6)
-    if case == "group cut":
-        F.group_norm(shard(x[:1, :, :1, :1], mesh, [Shard(1)], {0: (1, 3)}), 1)
-    elif case == "one value":
-        F.batch_norm(shard(torch.randn(1, 4, 1), mesh, [Shard(2)], {0: (1, 0)}), None, None, training=True)
-    elif case == "one value per group":
-        F.group_norm(shard(torch.randn(1, 4, 1), mesh, [Shard(2)], {0: (0, 1)}), 4)
-    elif case == "groups":
-        F.group_norm(shard(x, mesh, [Shard(2)]), 3)
-    elif case == "normalized shape":
-        F.layer_norm(shard(x, mesh, [Shard(2)]), (4, 6))  # what rank 0 holds, but not what there is
-    elif case == "dtypes":
-        F.group_norm(shard(x, mesh, [Shard(2)]), 2, torch.ones(4, dtype=torch.float64))
-    elif case == "sharded weight":
-        weight = distribute_tensor(torch.ones(4), mesh, [Shard(0)])
-        F.group_norm(shard(x, mesh, [Shard(2)]), 2, weight)
+def operand():
+    return shard(torch.randn(2, 4, 8, 6), shared_mesh(2), [Shard(2)])
 
 
-ERRORS = [
-    ("group cut", shardtensor.UnsupportedSharding, r"tensor dim 1 must be unsharded, .*no free dim.*\[1, 3\]"),
-    ("one value", ValueError, "Expected more than 1 value per channel when training"),
-    ("one value per group", ValueError, "Expected more than 1 value per channel when training"),
-    ("groups", RuntimeError, "divisible by num_groups"),
-    ("normalized shape", RuntimeError, r"normalized_shape=\[4, 6\]"),
-    ("dtypes", RuntimeError, "mixed dtype|expected scalar type"),
-    ("sharded weight", shardtensor.UnsupportedSharding, "would have to be gathered over mesh dim 0.*Replicate"),
-]
+def one_value(function, dim, sizes):
+    return lambda x: function(shard(torch.randn(1, 4, 1), x.device_mesh, [Shard(dim)], {0: sizes}))
 
 
-@pytest.mark.parametrize(("case", "kind", "text"), ERRORS)
-def test_errors_are_the_same_on_every_rank(case, kind, text):
-    for error in run_expecting_errors(fail, 2, case):
-        with pytest.raises(kind, match=text):
-            raise error
+def sharded_weight(x):
+    F.group_norm(x, 2, distribute_tensor(torch.ones(4), x.device_mesh, [Shard(0)], src_data_rank=None))
+
+
+ERRORS = {
+    "group cut": (
+        one_value(lambda x: F.group_norm(x, 1), 1, (1, 3)),
+        shardtensor.UnsupportedSharding,
+        r"tensor dim 1 must be unsharded, .*no free dim.*\[1, 3\]",
+    ),
+    "one value": (
+        one_value(lambda x: F.batch_norm(x, None, None, training=True), 2, (1, 0)),
+        ValueError,
+        "Expected more than 1 value per channel when training",
+    ),
+    "one value per group": (
+        one_value(lambda x: F.group_norm(x, 4), 2, (0, 1)),
+        ValueError,
+        "Expected more than 1 value per channel when training",
+    ),
+    "groups": (lambda x: F.group_norm(x, 3), RuntimeError, "divisible by num_groups"),
+    "normalized shape": (lambda x: F.layer_norm(x, (4, 6)), RuntimeError, "normalized_shape=[4, 6]"),  # of rank 0
+    "dtypes": (
+        lambda x: F.group_norm(x, 2, torch.ones(4, dtype=torch.float64)),
+        RuntimeError,
+        "mixed dtype|expected scalar type",
+    ),
+    "sharded weight": (
+        sharded_weight,
+        shardtensor.UnsupportedSharding,
+        "would have to be gathered over mesh dim 0.*Replicate",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ERRORS)
+def test_errors_are_the_same_on_every_rank(name):
+    raises_alike(operand, name)
 
 
 @on_ranks(2)

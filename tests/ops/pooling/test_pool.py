@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
+from alike import raises_alike
 from hypothesis import given
 from hypothesis import strategies as st
 from on_ranks import on_ranks
@@ -24,7 +25,6 @@ from shardtensor.testing import (
     assert_matches_unsharded,
     count_communication,
     run_distributed,
-    run_expecting_errors,
     shard,
     shared_mesh,
 )
@@ -234,37 +234,31 @@ def test_autocast():
     assert_matches_unsharded(autocast, x, mesh_shape=2, placements=[Shard(2)], shard_sizes={0: (4, 0)})
 
 
-def wrong(case):
-    calls = {
-        "padding": lambda x: F.max_pool2d(x, 2, padding=2),
-        "too small": lambda x: F.avg_pool2d(x, 7),
-        "divisor": lambda x: F.avg_pool2d(x, 2, divisor_override=0),
-        "no spatial dims": lambda x: F.max_pool3d(x.flatten(1), 2),
-        "negative": lambda x: F.adaptive_avg_pool2d(x, (-1, 2)),
-        "random": lambda x: F.fractional_max_pool2d(x, 2, output_size=2),
-        "unpool": lambda x: F.max_unpool2d(*F.max_pool2d(x, 2, return_indices=True), 2),
-    }
-    calls[case](shard(data(1, 1, 4, 4), shared_mesh(2), [Shard(2)], {0: (1, 3)}))
+def operand():
+    return shard(data(1, 1, 4, 4), shared_mesh(2), [Shard(2)], {0: (1, 3)})
 
 
-@pytest.mark.parametrize(
-    ("case", "error", "text"),
-    [
-        ("padding", RuntimeError, "pad should be at most half of effective kernel size"),
-        ("too small", RuntimeError, "[Oo]utput size is too small"),
-        ("divisor", RuntimeError, "divisor must be not zero"),
-        ("no spatial dims", RuntimeError, "4D|3D|dim"),
-        ("negative", RuntimeError, "greater than or equal to 0"),
-        ("random", NotImplementedError, "rand.*|no distributed form"),
-        ("unpool", NotImplementedError, "max_unpool2d: dim 2 of operand"),
-    ],
-)
-def test_errors_are_torchs_own_on_every_rank(case, error, text):
-    errors = run_expecting_errors(wrong, 2, case)
-    assert len(errors) == 2
-    for raised in errors:
-        with pytest.raises(error, match=text):
-            raise raised
+ERRORS = {
+    "padding": (
+        lambda x: F.max_pool2d(x, 2, padding=2),
+        RuntimeError,
+        "pad should be at most half of effective kernel size",
+    ),
+    "too small": (lambda x: F.avg_pool2d(x, 7), RuntimeError, "[Oo]utput size is too small"),
+    "divisor": (lambda x: F.avg_pool2d(x, 2, divisor_override=0), RuntimeError, "divisor must be not zero"),
+    "no spatial dims": (lambda x: F.max_pool3d(x.flatten(1), 2), RuntimeError, "4D|3D|dim"),
+    "negative": (lambda x: F.adaptive_avg_pool2d(x, (-1, 2)), RuntimeError, "greater than or equal to 0"),
+    "random": (
+        lambda x: F.fractional_max_pool2d(x, 2, output_size=2),
+        NotImplementedError,
+        "rand.*|no distributed form",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ERRORS)
+def test_errors_are_torchs_own_on_every_rank(name):
+    raises_alike(operand, name)
 
 
 SIZES = st.lists(st.integers(0, 9), min_size=1, max_size=6).filter(sum)

@@ -8,6 +8,7 @@ import weakref
 import pytest
 import torch
 import torch.nn.functional as F
+from alike import raises_alike
 from halves import in_halves
 from hypothesis import given
 from hypothesis import strategies as st
@@ -25,7 +26,6 @@ from shardtensor.testing import (
     assert_matches_unsharded,
     count_communication,
     run_distributed,
-    run_expecting_errors,
     shard,
     shared_mesh,
 )
@@ -286,36 +286,35 @@ def test_nearest_neighbours_are_copies():
     assert torch.equal(up.nan_to_num(-1.0), F.interpolate(x, scale_factor=2).nan_to_num(-1.0))
 
 
-def wrong(case):
-    x = shard(data(1, 1, 4, 4), shared_mesh(2), [Shard(2)], {0: (1, 3)})
-    calls = {
-        "neither": lambda: F.interpolate(x),
-        "mode": lambda: F.interpolate(x, scale_factor=2, mode="trilinear"),
-        "corners": lambda: F.interpolate(x, scale_factor=2, align_corners=True),
-        "length": lambda: F.interpolate(x, size=(1, 2, 3)),
-        "empty": lambda: F.interpolate(x, size=(0, 2)),
-        "rounded": lambda: F.interpolate(x.to(torch.uint8), scale_factor=2, mode="bilinear"),
-    }
-    calls[case]()
+def operand():
+    return shard(data(1, 1, 4, 4), shared_mesh(2), [Shard(2)], {0: (1, 3)})
 
 
-@pytest.mark.parametrize(
-    ("case", "error", "text"),
-    [
-        ("neither", ValueError, "either size or scale_factor should be defined"),
-        ("mode", NotImplementedError, "Got 4D input, but trilinear mode needs 5D input"),
-        ("corners", ValueError, "align_corners option can only be set"),
-        ("length", ValueError, "same number of spatial dimensions"),
-        ("empty", RuntimeError, "greater than (0|zero)"),
-        ("rounded", NotImplementedError, r"interpolate: .*uint8 rounds .*S\(2\)\[1, 3\].*Remedy: convert"),
-    ],
-)
-def test_errors_are_torchs_own_on_every_rank(case, error, text):
-    errors = run_expecting_errors(wrong, 2, case)
-    assert len(errors) == 2
-    for raised in errors:
-        with pytest.raises(error, match=text):
-            raise raised
+ERRORS = {
+    "neither": (lambda x: F.interpolate(x), ValueError, "either size or scale_factor should be defined"),
+    "mode": (
+        lambda x: F.interpolate(x, scale_factor=2, mode="trilinear"),
+        NotImplementedError,
+        "Got 4D input, but trilinear mode needs 5D input",
+    ),
+    "corners": (
+        lambda x: F.interpolate(x, scale_factor=2, align_corners=True),
+        ValueError,
+        "align_corners option can only be set",
+    ),
+    "length": (lambda x: F.interpolate(x, size=(1, 2, 3)), ValueError, "same number of spatial dimensions"),
+    "empty": (lambda x: F.interpolate(x, size=(0, 2)), RuntimeError, "greater than (0|zero)"),
+    "rounded": (
+        lambda x: F.interpolate(x.to(torch.uint8), scale_factor=2, mode="bilinear"),
+        NotImplementedError,
+        r"interpolate: .*uint8 rounds .*S\(2\)\[1, 3\].*Remedy: convert",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ERRORS)
+def test_errors_are_torchs_own_on_every_rank(name):
+    raises_alike(operand, name)
 
 
 MODES = ("nearest", "nearest-exact", "linear", "bilinear", "trilinear", "bicubic")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+from alike import raises_alike
 from halves import in_halves
 from hypothesis import given
 from hypothesis import strategies as st
@@ -21,7 +22,6 @@ from shardtensor.testing import (
     assert_matches_unsharded,
     count_communication,
     run_distributed,
-    run_expecting_errors,
     shard,
     shared_mesh,
 )
@@ -116,33 +116,31 @@ def test_partial_sums_stay_so_where_padding_is_linear():
     assert run_distributed(partial_sums, 2) == [(True, False)] * 2
 
 
-def wrong(what):
-    x = shard(data(1, 1, 4, 4), shared_mesh(2), [Shard(2)], {0: (1, 3)})
-    F.pad(x, *what[0], **what[1])
+def operand():
+    return shard(data(1, 1, 4, 4), shared_mesh(2), [Shard(2)], {0: (1, 3)})
 
 
-@pytest.mark.parametrize(
-    ("what", "error", "text"),
-    [
-        (([(0, 0, 4, 0)], {"mode": "reflect"}), RuntimeError, "Padding size should be less than the corresponding"),
-        (([(0, 0, 5, 0)], {"mode": "circular"}), RuntimeError, "wrapping around more than once"),
-        (([(0, 0, -5, 0)], {}), RuntimeError, "negative"),
-        (([(1, 1, 1)], {}), RuntimeError, "divisible by 2|even"),
-        (([(1, 1)], {"mode": "sideways"}), NotImplementedError, "sideways"),
-        (
-            ([(0, 0, -3, 2)], {"mode": "circular"}),
-            NotImplementedError,
-            r"pad: padding \(-3, 2\) crops dim 2 and wraps .*S\(2\)\[1, 3\].*Remedy: crop first, then pad",
-        ),
-    ],
-    ids=["reflect", "circular", "crop", "odd", "mode", "crop and wrap"],
-)
-def test_errors_are_torchs_own_on_every_rank(what, error, text):
-    errors = run_expecting_errors(wrong, 2, what)
-    assert len(errors) == 2
-    for raised in errors:
-        with pytest.raises(error, match=text):
-            raise raised
+ERRORS = {
+    "reflect": (
+        lambda x: F.pad(x, (0, 0, 4, 0), mode="reflect"),
+        RuntimeError,
+        "Padding size should be less than the corresponding",
+    ),
+    "circular": (lambda x: F.pad(x, (0, 0, 5, 0), mode="circular"), RuntimeError, "wrapping around more than once"),
+    "crop": (lambda x: F.pad(x, (0, 0, -5, 0)), RuntimeError, "negative"),
+    "odd": (lambda x: F.pad(x, (1, 1, 1)), RuntimeError, "divisible by 2|even"),
+    "mode": (lambda x: F.pad(x, (1, 1), mode="sideways"), NotImplementedError, "sideways"),
+    "crop and wrap": (
+        lambda x: F.pad(x, (0, 0, -3, 2), mode="circular"),
+        NotImplementedError,
+        r"pad: padding \(-3, 2\) crops dim 2 and wraps .*S\(2\)\[1, 3\].*Remedy: crop first, then pad",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ERRORS)
+def test_errors_are_torchs_own_on_every_rank(name):
+    raises_alike(operand, name)
 
 
 SIZES = st.lists(st.integers(0, 5), min_size=1, max_size=6).filter(sum)
