@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import importlib
 import math
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -234,3 +237,15 @@ def test_options_of_the_mesh_that_do_not_fit_are_refused(module, monkeypatch, ca
         module("mesh", "land").parse_arguments(options)
     assert left.value.code == 2 and text in capsys.readouterr().err
     assert module("mesh", "land").parse_arguments([]).steps == 60
+
+
+@pytest.mark.slow
+def test_the_example_with_fsdp_passes_its_check():
+    """A program with FSDP2 and a domain, told of in the docs; random pixels in place of the globe's data."""
+    example = EXAMPLES / "fsdp_domain.py"
+    assert example.name in (EXAMPLES.parent / "docs" / "parallel.md").read_text()
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4", str(example)]
+    options = ["--check", "--noise", "--resolution", "37", "--steps", "4", "--width", "4", "--dtype", "float64"]
+    environment = {**os.environ, "PYTHONPATH": str(EXAMPLES.parent)}
+    result = subprocess.run([*command, *options], capture_output=True, text=True, timeout=300, env=environment)
+    assert result.returncode == 0 and "PASS: largest" in result.stdout, result.stdout + result.stderr

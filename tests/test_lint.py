@@ -183,3 +183,9 @@ NAMED = sorted(
 def test_every_test_that_the_docs_name_exists(file, name):
     tree = ast.parse((REPOSITORY / file).read_text())
     assert not name or name in {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
+
+
+def test_no_device_is_named():
+    """Code follows the mesh's device type."""
+    for path in (*MODULES.values(), *(REPOSITORY / "examples").rglob("*.py")):
+        assert not re.search(r"[\"']cuda|\.cuda\(", path.read_text()), path

@@ -13,6 +13,7 @@ import torch.distributed.checkpoint as dcp
 from on_ranks import on_ranks
 from seeded import seeded
 from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
 
 from shardtensor import ShardTensor
@@ -201,3 +202,33 @@ def export(path):
 def test_safetensors_hold_whole_tensors(tmp_path):
     pytest.importorskip("safetensors")
     run_distributed(export, 2, str(tmp_path / "x.safetensors"))
+
+
+@on_ranks(2)
+def test_models_save_full_parameters_and_restore_their_sharding():
+    """A model whose convolution is plain and whose embedding is sharded.
+
+    The full state dict is that of one device; loading it keeps placements and sizes.
+    """
+    torch.manual_seed(0)
+    mesh = shared_mesh(2)
+    plain = nn.ParameterDict({"table": nn.Parameter(numbers(1, 8, 3)), "weight": nn.Parameter(numbers(3, 3))})
+    sharded = nn.ParameterDict(
+        {"table": nn.Parameter(shard(numbers(1, 8, 3), mesh, [Shard(1)], {0: (5, 3)})), "weight": plain["weight"]}
+    )
+    full = get_model_state_dict(sharded, options=StateDictOptions(full_state_dict=True))
+    for name, value in plain.state_dict().items():
+        assert type(full[name]) is torch.Tensor
+        torch.testing.assert_close(full[name], value, rtol=0, atol=0)
+    # and back into the placements and sizes that the model has
+    doubled = {name: 2 * value for name, value in full.items()}
+    set_model_state_dict(sharded, doubled, options=StateDictOptions(full_state_dict=True))
+    assert sharded["table"].shard_sizes == {0: (5, 3)} and sharded["table"].placements == (Shard(1),)
+    torch.testing.assert_close(sharded["table"].full_tensor(), 2 * numbers(1, 8, 3), rtol=0, atol=0)
+    # a checkpoint of shards keeps the cut
+    kept = io.BytesIO()
+    torch.save(sharded.state_dict(), kept)
+    kept.seek(0)
+    again = torch.load(kept, weights_only=False)["table"]
+    assert again.shard_sizes == {0: (5, 3)}
+    torch.testing.assert_close(again.full_tensor(), 2 * numbers(1, 8, 3), rtol=0, atol=0)

@@ -759,6 +759,7 @@ def test_dtypes_byte_orders_and_own_memory():
     fixed.flags.writeable = False
     with mesh:
         assert read(fixed, placements=(Shard(0),)).device_mesh == mesh
+        assert all(x.device_mesh == mesh for x in ShardLoader([torch.ones(4)], placements=(Shard(0),)))
     assert read(torch.arange(4), mesh, (Shard(0),)).to_local().item() == dist.get_rank()
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import math
 import warnings
 
 import pytest
@@ -816,8 +817,18 @@ def test_a_plan_on_another_axis_than_the_input_says_what_to_write(how):
         assert "shardtensor.parallel.tensor_parallel(model, mesh['domain', 'tp'], {'up': 'colwise'" in text
 
 
-def three_axes(spmd):
-    mesh = shared_mesh((2, 2, 2), ("dp", "domain", "tp"))
+@on_ranks(4)
+def test_layers_are_chosen_by_patterns_of_their_names():
+    """A layer whose input comes cut in another way than it wants gets it right."""
+    mesh = shared_mesh((2, 2), ("domain", "tp"))
+    model, x, y = copy.deepcopy(problem()[0]), *problem()[1:]
+    assert tensor_parallel(model, mesh, {"head.[02]": "colwise"}) == {"head.0": "colwise", "head.2": "colwise"}
+    train(model, shard(x, mesh, [Shard(2), Replicate()], {0: CUTS[2]}), y, functools.partial(sgd, foreach=False))
+    check(model, train_alone()[0])
+
+
+def three_axes(shape, spmd):
+    mesh = shared_mesh(shape, ("dp", "domain", "tp"))
     model = copy.deepcopy(problem()[0])
     done = parallelize(model, mesh, tensor="tp", plan=HEAD, spmd=spmd)
     assert done.inputs.mesh_dim_names == (("dp", "domain", "tp") if spmd else ("domain", "tp"))
@@ -825,10 +836,10 @@ def three_axes(spmd):
     return check(model, train_alone()[0])
 
 
-@pytest.mark.slow
+@pytest.mark.parametrize("shape", [(1, 2, 2), (2, 2, 1), (2, 1, 2), pytest.param((2, 2, 2), marks=pytest.mark.slow)])
 @both_ways
-def test_data_domain_and_tensor_parallel_on_one_mesh(spmd):
-    equal_on_all_ranks(run_distributed(three_axes, 8, spmd))
+def test_data_domain_and_tensor_parallel_on_one_mesh(shape, spmd):
+    equal_on_all_ranks(run_distributed(three_axes, math.prod(shape), shape, spmd))
 
 
 # -- the helper --------------------------------------------------------------------------------------------------------
