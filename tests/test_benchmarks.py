@@ -14,9 +14,10 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from on_ranks import on_ranks
 from torch.distributed.tensor import Shard
 
-from shardtensor.testing import Communication, count_communication, run_distributed, shard, shared_mesh
+from shardtensor.testing import Communication, count_communication, shard, shared_mesh
 
 ROOT = Path(__file__).parents[1]
 BENCHMARKS = ROOT / "benchmarks"
@@ -114,7 +115,9 @@ def test_the_model_adds_latencies_and_bytes(module):
     assert machine.communication_time(links, counted) == 2 * 0.25 + 40 / 10 + 4 * 0.5 + 200 / 100
 
 
-def check_steps_by_hand():
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
+@on_ranks("ranks", timeout=180)
+def test_steps_by_hand_have_our_numbers_and_messages(ranks):
     with mock.patch.object(sys, "path", [str(BENCHMARKS), *sys.path]):
         host, by_hand = importlib.import_module("bench_host"), importlib.import_module("by_hand")
     rank, ranks = dist.get_rank(), dist.get_world_size()
@@ -141,11 +144,6 @@ def check_steps_by_hand():
             torch.testing.assert_close(
                 found, expected, rtol=1e-10, atol=1e-13, msg=lambda text, of=f"{name}, {part}": f"{of}: {text}"
             )
-
-
-@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_steps_by_hand_have_our_numbers_and_messages(ranks):
-    run_distributed(check_steps_by_hand, ranks, timeout=180)
 
 
 @pytest.mark.slow

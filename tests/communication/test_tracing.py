@@ -8,6 +8,7 @@ from unittest import mock
 import pytest
 import torch
 from functorch.compile import make_boxed_func
+from on_ranks import on_ranks
 from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.utils import counters
@@ -17,7 +18,7 @@ from torch._inductor.utils import run_and_get_code
 from torch.distributed.tensor import Shard
 
 from shardtensor.communication.tracing import ticket_for, wait
-from shardtensor.testing import run_distributed, shard, shared_mesh
+from shardtensor.testing import shard, shared_mesh
 
 START, WAIT, SUM = (f"shardtensor.{name}.default" for name in ("exchange", "wait", "all_reduce"))
 
@@ -67,7 +68,8 @@ def gradients_of(step, x, net):
     return [t.to_local() for t in (y, x.grad)] + [p.grad for p in net.parameters()]
 
 
-def check_graphs():
+@on_ranks(2, timeout=200)
+def test_gradients_are_computed_while_those_of_halos_travel():
     graphs = []
 
     def record(graph, inputs):
@@ -79,28 +81,20 @@ def check_graphs():
     compiled = torch.compile(net, backend=aot_autograd(fw_compiler=record), fullgraph=True)
     pairs = zip(gradients_of(compiled, x, net), gradients_of(net, x, net), strict=True)
     assert all(torch.equal(mine, expected) for mine, expected in pairs)
-    return graphs
+    assert_overlaps(*graphs)
 
 
-def test_gradients_are_computed_while_those_of_halos_travel():
-    for graphs in run_distributed(check_graphs, 2, timeout=200):
-        assert_overlaps(*graphs)
-
-
-def check_generated_code():
+@pytest.mark.slow
+@on_ranks(2, timeout=500)
+def test_inductor_does_not_move_them_from_there():
     torch._dynamo.reset()
     x, net = large_shards(), convolutions()
     compiled = torch.compile(net, fullgraph=True)
     found, codes = run_and_get_code(gradients_of, compiled, x, net)
     for mine, expected in zip(found, gradients_of(net, x, net), strict=True):
         assert torch.allclose(mine, expected, rtol=1e-4, atol=1e-3)
-    return [re.findall(r"torch\.ops\.([\w.]+)\(|extern_kernels\.(\w+)\(", code) for code in codes]
-
-
-@pytest.mark.slow
-def test_inductor_does_not_move_them_from_there():
-    for codes in run_distributed(check_generated_code, 2, timeout=500):
-        assert_overlaps(*([a or b for a, b in code] for code in codes))
+    codes = [re.findall(r"torch\.ops\.([\w.]+)\(|extern_kernels\.(\w+)\(", code) for code in codes]
+    assert_overlaps(*([a or b for a, b in code] for code in codes))
 
 
 # -- order -------------------------------------------------------------------------------------------------------------
@@ -137,7 +131,9 @@ def test_inductor_keeps_the_order_in_which_communication_was_traced():
 # -- CUDA graphs: inductor makes none of a graph that communicates -----------------------------------------------------
 
 
-def check_one_part():
+@pytest.mark.slow
+@on_ranks(2, timeout=500)
+def test_no_cuda_graphs_are_made_of_what_communicates():
     """What inductor makes for CUDA graphs, asked on the CPU what it would split on a GPU: operands of one ``cat``."""
     torch._dynamo.reset()
     x, net, ask = large_shards(), convolutions(), Scheduler.should_partition
@@ -152,10 +148,5 @@ def check_one_part():
         found, codes = run_and_get_code(gradients_of, compiled, x, net)
     for mine, expected in zip(found, gradients_of(net, x, net), strict=True):
         assert torch.allclose(mine, expected, rtol=1e-4, atol=1e-3)
-    return len(codes), ["def partition_" in code for code in codes], counters["inductor"]["cudagraph_skips"] - skipped
-
-
-@pytest.mark.slow
-def test_no_cuda_graphs_are_made_of_what_communicates():
-    for codes, parts, skipped in run_distributed(check_one_part, 2, timeout=500):
-        assert parts == [False] * codes and codes == 2 and skipped
+    assert ["def partition_" in code for code in codes] == [False] * 2
+    assert counters["inductor"]["cudagraph_skips"] > skipped

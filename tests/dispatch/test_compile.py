@@ -145,7 +145,9 @@ def test_dtensor_parameters():
 # -- guards ---------------------------------------------------------------------------------------------------------
 
 
-def check_cuts(dynamic):
+@pytest.mark.parametrize("dynamic", [None, pytest.param(True, marks=pytest.mark.slow)])
+@on_ranks(2, timeout=100)
+def test_each_cut_has_a_graph_of_its_own_also_where_the_own_shard_is_the_same(dynamic):
     conv = nn.Conv2d(2, 3, 3, padding=1).double()
     mine = compiled(conv, dynamic=dynamic)
     seen = []
@@ -155,12 +157,7 @@ def check_cuts(dynamic):
         assert y.shard_sizes == {0: sizes}
         assert torch.allclose(y.full_tensor(), conv(x), rtol=1e-10)
         seen.append(graphs())
-    return seen
-
-
-@pytest.mark.parametrize("dynamic", [None, pytest.param(True, marks=pytest.mark.slow)])
-def test_each_cut_has_a_graph_of_its_own_also_where_the_own_shard_is_the_same(dynamic):
-    assert run_distributed(check_cuts, 2, dynamic, timeout=100) == [[1, 1, 2, 3, 3, 4]] * 2
+    assert seen == [1, 1, 2, 3, 3, 4]
 
 
 @on_ranks(2, timeout=100)
@@ -207,7 +204,8 @@ class Transfers:
         exchange.begin = self._begin
 
 
-def check_unused():
+@on_ranks(2, timeout=100)
+def test_a_rank_that_has_no_use_for_what_it_receives_takes_part():
     x = whole(1, 2, 16, 6)
     conv = nn.Conv2d(2, 2, (2, 1)).double()  # reads downwards: the last rank gives its first row and gets nothing
     mine = compiled(conv)
@@ -220,11 +218,7 @@ def check_unused():
     reference = x.clone().requires_grad_()
     conv(reference).sum().backward()
     assert torch.allclose(given.grad.full_tensor(), reference.grad, rtol=1e-10)
-    return forward.count, backward.count
-
-
-def test_a_rank_that_has_no_use_for_what_it_receives_takes_part():
-    assert run_distributed(check_unused, 2, timeout=100) == [(1, 1)] * 2
+    assert (forward.count, backward.count) == (1, 1)
 
 
 @on_ranks(2, timeout=100)

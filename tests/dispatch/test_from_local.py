@@ -171,22 +171,6 @@ def test_dtensors_become_shardtensors():
 
 
 @on_ranks(2)
-def test_dtensors_and_shardtensors_mix():
-    mesh = shared_mesh(2)
-    whole = torch.randn(8, 4, dtype=torch.float64, generator=seeded(0))
-    other = torch.randn(4, dtype=torch.float64, generator=seeded(1))
-    for first in (True, False):
-        d = distribute_tensor(other, mesh, [Replicate()]).requires_grad_()
-        x = shard(whole, mesh, [Shard(0)], {0: (7, 1)}, requires_grad=True)
-        y = x * d if first else d * x
-        assert type(y) is ShardTensor and y.shard_sizes == x.shard_sizes
-        y.sum().backward()
-        assert type(d.grad) is DTensor
-        torch.testing.assert_close(d.grad.full_tensor(), whole.sum(0))
-        torch.testing.assert_close(x.grad.full_tensor(), other.expand(8, 4))
-
-
-@on_ranks(2)
 def test_whole_tensors_have_their_own_strides():
     """What is whole keeps its memory format, so that reshapes copy where a view is not possible; so do gradients."""
     local = torch.arange(12.0).view(3, 4).t().requires_grad_()

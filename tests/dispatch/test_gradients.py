@@ -77,18 +77,6 @@ def test_autograd_grad_and_backward_take_plain_and_sharded_seeds():
     torch.testing.assert_close(x.grad.full_tensor(), 2 * whole * seed, rtol=1e-12, atol=1e-12)
 
 
-@on_ranks(2)
-def test_hooks_and_retained_gradients():
-    whole, x = image()
-    seen = []
-    y = x * 2
-    y.retain_grad()
-    y.register_hook(lambda g: seen.append(g.shape))
-    y.square().sum().backward()
-    assert seen == [whole.shape]
-    torch.testing.assert_close(y.grad.full_tensor(), 4 * whole)
-
-
 def operand():
     return image()[1]
 

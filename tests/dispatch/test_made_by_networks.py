@@ -18,7 +18,6 @@ from shardtensor import ShardTensor, UnsupportedSharding
 from shardtensor.testing import (
     assert_matches_unsharded,
     count_communication,
-    run_distributed,
     run_expecting_errors,
     shard,
     shared_mesh,
@@ -183,7 +182,8 @@ def test_networks_that_make_tensors(ranks):
     assert_matches_unsharded(chosen, data(2, 4, 7), data(7, 4), mesh_shape=ranks, placements=[[Shard(2)], None])
 
 
-def layouts():
+@on_ranks(2)
+def test_the_first_value_decides_the_layout_and_nothing_is_gathered():
     x = shard(data(2, 3, 8), shared_mesh(2), [Shard(2)], {0: (5, 3)})
     found = {}
 
@@ -205,18 +205,14 @@ def layouts():
         noted("transposed", out)
         rows = torch.zeros(8, 3).index_add_(0, torch.arange(8) % 3, x[0].t().float())
     assert type(rows) is torch.Tensor  # every rank has all of them
-    return found, dict(traffic.collectives)
-
-
-def test_the_first_value_decides_the_layout_and_nothing_is_gathered():
-    for found, collectives in run_distributed(layouts, 2):
-        assert found == {
-            "same sizes": ((Shard(2),), {0: (5, 3)}),
-            "a part": ((Shard(2),), {0: (9, 11)}),
-            "every second one": ((Shard(2),), {0: (11, 9)}),
-            "transposed": ((Shard(2),), {0: (5, 3)}),
-        }
-        assert collectives == {"all_reduce": 1}
+    collectives = dict(traffic.collectives)
+    assert found == {
+        "same sizes": ((Shard(2),), {0: (5, 3)}),
+        "a part": ((Shard(2),), {0: (9, 11)}),
+        "every second one": ((Shard(2),), {0: (11, 9)}),
+        "transposed": ((Shard(2),), {0: (5, 3)}),
+    }
+    assert collectives == {"all_reduce": 1}
 
 
 @on_ranks(4)

@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from shardtensor import ShardTensor
-from shardtensor.testing import count_communication, run_distributed, run_expecting_errors, shard, shared_mesh
+from shardtensor.testing import count_communication, run_expecting_errors, shard, shared_mesh
 
 SIZES = {0: (7, 1)}
 
@@ -305,7 +305,8 @@ def test_repr_says_what_is_where_and_does_not_communicate():
     assert "S(0)[7, 1]" in repr(sharded())
 
 
-def scalars():
+@on_ranks(2)
+def test_scalars_mean_the_whole_value():
     mesh = shared_mesh(2)
     x = shard(torch.tensor(3.5), mesh, [Replicate()])
     assert x.ndim == 0 and x.item() == 3.5 and float(x * 2) == 7.0 and bool(x > 3) and int(x) == 3
@@ -316,11 +317,7 @@ def scalars():
     assert bool((sharded() < 100).all())
     with pytest.raises(RuntimeError, match="32 elements cannot be converted"):
         sharded().item()
-    return len(sharded()), sharded().numel(), tuple(sharded().size()), sharded().dim()
-
-
-def test_scalars_mean_the_whole_value():
-    assert run_distributed(scalars, 2) == [(8, 32, (8, 4), 2)] * 2
+    assert (len(sharded()), sharded().numel(), tuple(sharded().size()), sharded().dim()) == (8, 32, (8, 4), 2)
 
 
 @on_ranks(2)

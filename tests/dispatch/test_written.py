@@ -327,9 +327,7 @@ def of_a_layer(x):
 @on_ranks("ranks")
 def test_a_plain_tensor_becomes_a_shard_tensor(ranks, sizes):
     for program in (in_turns, by_operators, by_index, by_views, of_a_layer):
-        assert_matches_unsharded(
-            program, whole(), mesh_shape=ranks, placements=[Shard(0)], shard_sizes={0: sizes}
-        )
+        assert_matches_unsharded(program, whole(), mesh_shape=ranks, placements=[Shard(0)], shard_sizes={0: sizes})
 
 
 @on_ranks(2)
@@ -376,7 +374,9 @@ STATISTICS = {
 }
 
 
-def statistics(requires_grad):
+@pytest.mark.parametrize("requires_grad", [True, False])
+@on_ranks(2)
+def test_statistics_are_written_to_parameters(requires_grad):
     """Sums over shards are written to parameters, which stay what they are."""
     for name, write in STATISTICS.items():
         p, q = (torch.nn.Parameter(torch.ones(4).double(), requires_grad) for _ in "ab")
@@ -391,12 +391,6 @@ def statistics(requires_grad):
     p = torch.nn.Parameter(torch.ones(4).double())
     with pytest.raises(RuntimeError, match="a leaf Variable that requires grad"):
         p.add_(cut(whole()).sum(0))
-    return True
-
-
-@pytest.mark.parametrize("requires_grad", [True, False])
-def test_statistics_are_written_to_parameters(requires_grad):
-    assert all(run_distributed(statistics, 2, requires_grad))
 
 
 class Averages(torch.nn.Module):

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
+from on_ranks import on_ranks
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from shardtensor.testing import count_communication, run_distributed, shared_mesh
@@ -42,17 +43,15 @@ def test_all_to_all_counts_the_pieces_for_others(how):
         assert dict(counted.collectives) == {"all_to_all": 1} and counted.collective_bytes == 0
 
 
-def even_all_to_all():
+@on_ranks(3)
+def test_no_splits_are_even_splits():
     with count_communication() as counted:
         dist.all_to_all_single(torch.empty(6, 2), torch.empty(6, 2))
-    return counted.messages, counted.bytes_sent, counted.received_messages, counted.bytes_received
+    assert (counted.messages, counted.bytes_sent, counted.received_messages, counted.bytes_received) == (2, 32, 2, 32)
 
 
-def test_no_splits_are_even_splits():
-    assert run_distributed(even_all_to_all, 3) == [(2, 32, 2, 32)] * 3
-
-
-def ring():
+@on_ranks(3)
+def test_sends_count_unless_they_are_empty():
     rank, size = dist.get_rank(), dist.get_world_size()
     tensor, empty = torch.zeros(5, dtype=torch.float16), torch.zeros(0)
     with count_communication() as counted:
@@ -64,15 +63,11 @@ def ring():
         ]
         for work in dist.batch_isend_irecv(operations):
             work.wait()
-    return counted
-
-
-def test_sends_count_unless_they_are_empty():
-    for rank, counted in enumerate(run_distributed(ring, 3)):
-        assert (counted.messages, counted.bytes_sent) == (1, 10)
-        assert (counted.received_messages, counted.bytes_received) == (1, 10)
-        assert dict(counted.sent_to) == {(rank + 1) % 3: 10} and dict(counted.received_from) == {(rank - 1) % 3: 10}
-        assert not counted.collectives
+    rank = dist.get_rank()
+    assert (counted.messages, counted.bytes_sent) == (1, 10)
+    assert (counted.received_messages, counted.bytes_received) == (1, 10)
+    assert dict(counted.sent_to) == {(rank + 1) % 3: 10} and dict(counted.received_from) == {(rank - 1) % 3: 10}
+    assert not counted.collectives
 
 
 def send_in_subgroup():
@@ -90,7 +85,8 @@ def test_peers_are_told_by_their_global_rank():
     assert run_distributed(send_in_subgroup, 4) == [({2: 4}, {}), ({3: 4}, {}), ({}, {0: 4}), ({}, {1: 4})]
 
 
-def collectives():
+@on_ranks(2)
+def test_collectives_have_one_name_each():
     tensor, size = torch.zeros(6), dist.get_world_size()
     with count_communication() as counted:
         dist.all_reduce(tensor)
@@ -99,20 +95,15 @@ def collectives():
         dist.broadcast(tensor, 0)
         dist.barrier()
         functional.reduce_scatter_tensor(tensor, "sum", 0, dist.group.WORLD).wait()
-    return counted
-
-
-def test_collectives_have_one_name_each():
-    for counted in run_distributed(collectives, 2):
-        assert counted.collectives == {
-            "all_reduce": 2,
-            "all_gather": 1,
-            "broadcast": 1,
-            "barrier": 1,
-            "reduce_scatter": 1,
-        }
-        assert counted.collective_bytes == 5 * 24
-        assert counted.messages == 0
+    assert counted.collectives == {
+        "all_reduce": 2,
+        "all_gather": 1,
+        "broadcast": 1,
+        "barrier": 1,
+        "reduce_scatter": 1,
+    }
+    assert counted.collective_bytes == 5 * 24
+    assert counted.messages == 0
 
 
 def gather_dtensor():

@@ -51,7 +51,9 @@ def buckets_of(size: int):
     return mock.patch.multiple(weight_gradients, BUCKET_BYTES=size, ACCELERATOR_BUCKET_BYTES=size)
 
 
-def single_bucket() -> dict[str, int]:
+@on_ranks(2)
+def test_a_backward_pass_sums_the_gradients_of_all_layers_at_once():
+    """Six layers, those with an autograd function and those that autograd differentiates, and one message."""
     model, expected = network(), network()
     whole, x = rows(requires_grad=False)
     expected(whole).square().sum().backward()
@@ -60,15 +62,12 @@ def single_bucket() -> dict[str, int]:
     with count_communication() as counted:
         total.backward()
     assert_gradients_match(model, expected)
-    return dict(counted.collectives)
+    assert dict(counted.collectives) == {"all_reduce": 1}
 
 
-def test_a_backward_pass_sums_the_gradients_of_all_layers_at_once():
-    """Six layers, those with an autograd function and those that autograd differentiates, and one message."""
-    assert run_distributed(single_bucket, 2) == [{"all_reduce": 1}] * 2
-
-
-def full_buckets() -> tuple[dict[str, int], list[str]]:
+@on_ranks(2)
+def test_a_full_bucket_is_sent_while_the_backward_pass_goes_on():
+    """A weight fills one; bias and norms travel with the next weight."""
     model, expected, order = network(), network(), []
     whole, x = rows()
     expected(whole).square().sum().backward()
@@ -85,14 +84,9 @@ def full_buckets() -> tuple[dict[str, int], list[str]]:
     with noted, buckets_of(6 * 6 * 8), count_communication() as counted:
         total.backward()
     assert_gradients_match(model, expected)
-    return dict(counted.collectives), order
-
-
-def test_a_full_bucket_is_sent_while_the_backward_pass_goes_on():
-    """A weight fills one; bias and norms travel with the next weight."""
-    for collectives, order in run_distributed(full_buckets, 2):
-        assert collectives == {"all_reduce": 3}
-        assert order == ["sent", "sent", "sent", "input's gradient", "sum of the first layer"]
+    collectives = dict(counted.collectives)
+    assert collectives == {"all_reduce": 3}
+    assert order == ["sent", "sent", "sent", "input's gradient", "sum of the first layer"]
 
 
 @on_ranks(4)
@@ -137,8 +131,11 @@ def test_gradients_of_several_uses_have_the_same_bits_on_all_ranks():
 elsewhere = mock.patch.object(weight_gradients, "_device_of", lambda t: t.device)
 
 
-def apart() -> list[bool]:
-    """Which all-reduces of a backward pass are in the group of the mesh dim."""
+@pytest.mark.on_cpu("an accelerator and its streams are imitated")
+@on_ranks(2)
+def test_accelerators_sum_gradients_in_a_group_of_their_own():
+    """Halos do not wait for buckets there."""
+    # Which all-reduces of a backward pass are in the group of the mesh dim.
     model, expected, seen = network(), network(), []
     start = redistribute.c10d_all_reduce_coalesced
     whole, x = rows()
@@ -155,13 +152,7 @@ def apart() -> list[bool]:
         model(x).square().sum().backward()
     assert_gradients_match(model, expected)
     assert fingerprint(group.group_name)[0] > 3, "what ranks compare with the next number holds these sums, too"
-    return seen
-
-
-@pytest.mark.on_cpu("an accelerator and its streams are imitated")
-def test_accelerators_sum_gradients_in_a_group_of_their_own():
-    """Halos do not wait for buckets there."""
-    assert run_distributed(apart, 2) == [[False] * 3] * 2
+    assert seen == [False] * 3
 
 
 def with_streams() -> None:

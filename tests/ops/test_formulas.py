@@ -17,7 +17,7 @@ from shardtensor._compat import DisableTorchFunction, decomposes
 from shardtensor.dispatch.planning import returning
 from shardtensor.dispatch.registry import OPERATORS, REFUSED, REMEDY, RULES, UNKNOWN, _default_of, function_of
 from shardtensor.ops.spatial.interpolate import MODES
-from shardtensor.testing import run_distributed, shard, shared_mesh
+from shardtensor.testing import shard, shared_mesh
 
 aten = torch.ops.aten
 
@@ -145,19 +145,6 @@ def uneven(length, ranks):
     return (length - 1, 1) if ranks == 2 else (length - 1, 0, 1)
 
 
-def compare(half):
-    ranks, failures = torch.distributed.get_world_size(), []
-    for i, (op, args, dims) in enumerate(cases()):
-        if is_in(i, half):
-            # In turn by name, and as from C++, where torch functions are disabled.
-            for below in {bool(i % 2), bool(half)}:
-                try:
-                    equal(*both(op, args, iter(dims), ranks, below))
-                except (AssertionError, RuntimeError, UnsupportedSharding) as error:
-                    failures.append(f"{op} {dims} {below}: {type(error).__name__} {str(error)[:400]}")
-    return failures
-
-
 def both(op, args, dims, ranks, below):
     """What the operator returns on shards, and on one device; operators that write get tensors of their own."""
     given = [a.clone() if isinstance(a, torch.Tensor) else a for a in args]
@@ -182,9 +169,18 @@ def equal(found, expected):
 
 
 @pytest.mark.parametrize(("ranks", "half"), in_halves([2, 3]))
+@on_ranks("ranks", timeout=180.0)
 def test_values(ranks, half):
-    for failures in run_distributed(compare, ranks, half, timeout=180.0):
-        assert not failures, "\n".join(failures)
+    ranks, failures = torch.distributed.get_world_size(), []
+    for i, (op, args, dims) in enumerate(cases()):
+        if is_in(i, half):
+            # In turn by name, and as from C++, where torch functions are disabled.
+            for below in {bool(i % 2), bool(half)}:
+                try:
+                    equal(*both(op, args, iter(dims), ranks, below))
+                except (AssertionError, RuntimeError, UnsupportedSharding) as error:
+                    failures.append(f"{op} {dims} {below}: {type(error).__name__} {str(error)[:400]}")
+    assert not failures, "\n".join(failures)
 
 
 @on_ranks(2)

@@ -12,6 +12,7 @@ from threading import get_ident
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from on_ranks import on_ranks
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
@@ -147,7 +148,8 @@ def convolve(mesh, times, found, expected, x, weight):
         found.append(torch.equal(y.to_local(), expected))
 
 
-def free_running():
+@on_ranks(2, timeout=120.0)
+def test_two_threads_on_one_mesh():
     """Two threads on one mesh: a wrong result is followed by an error, in both of them."""
     mesh = mesh_of_its_own()
     rank = mesh.get_local_rank()
@@ -169,22 +171,19 @@ def free_running():
     for thread in threads:
         thread.join(50)
     assert not any(thread.is_alive() for thread in threads)
-    return [len(results) for results in found], [(type(e).__name__, str(e)) for e in errors]
+    numbers, errors = [len(results) for results in found], [(type(e).__name__, str(e)) for e in errors]
+    assert all(n < 200 for n in numbers)
+    assert [kind for kind, _ in errors] != ["NoneType", "NoneType"]
+    assert all(kind in ("ThreadConflict", "LostRankError") for kind, _ in errors)
+    said = [text for kind, text in errors if kind == "ThreadConflict"]
+    assert said, errors
+    for text in said:
+        assert "two threads communicate in the process group" in text and "thread 'worker " in text
+        assert "make all calls from one thread" in text and "shardtensor.take_turns()" in text
 
 
-def test_two_threads_on_one_mesh():
-    for numbers, errors in run_distributed(free_running, 2, timeout=120.0):
-        assert all(n < 200 for n in numbers)
-        assert [kind for kind, _ in errors] != ["NoneType", "NoneType"]
-        assert all(kind in ("ThreadConflict", "LostRankError") for kind, _ in errors)
-        said = [text for kind, text in errors if kind == "ThreadConflict"]
-        assert said, errors
-        for text in said:
-            assert "two threads communicate in the process group" in text and "thread 'worker " in text
-            assert "make all calls from one thread" in text and "shardtensor.take_turns()" in text
-
-
-def one_after_the_other():
+@on_ranks(2, timeout=120.0)
+def test_threads_that_are_right():
     """The main thread, a thread after it, the main thread after that has ended."""
     mesh = mesh_of_its_own()
     x = shard(torch.randn(1, 2, 8, 4), mesh, [Shard(2)], CUT)
@@ -209,11 +208,7 @@ def one_after_the_other():
     ours = [torch.equal(layer(x).full_tensor(), first) for _ in range(20)]
     thread.join(60)
     x.sum().item(), theirs.sum().item()  # compare what was communicated
-    return done.is_set() and all(ours) and all(results) and len(results) == 20
-
-
-def test_threads_that_are_right():
-    assert run_distributed(one_after_the_other, 2, timeout=120.0) == [True, True]
+    assert done.is_set() and all(ours) and all(results) and len(results) == 20
 
 
 def alternating(turns):

@@ -563,19 +563,16 @@ def test_compiled_rings_on_a_device(dtype, emulated):
             )
 
 
-def check_equal_work() -> list[float]:
+@on_ranks(4)
+def test_balanced_rings_have_equal_work():
     """The scores that each rank computes in each step."""
     spec = shard(data(1, 2, 2048, 8), shared_mesh(4), ROWS, {0: (100, 1000, 500, 448)})._spec
     with dear_scores():
         found = layout.layout_of(spec, spec, spec, None, 0, "ring")
         assert found.balance is not None and found.ring is not None
     blocks = [found.columns[found.ring.block(step)] for step in range(4)]
-    return [sum(piece.scores for piece in pieces(found.rows, columns, 0)) for columns in blocks]
-
-
-def test_balanced_rings_have_equal_work():
-    for steps in run_distributed(check_equal_work, 4):
-        assert all(abs(n - 2048 * 2048 / 32) <= 512 for n in steps)
+    steps = [sum(piece.scores for piece in pieces(found.rows, columns, 0)) for columns in blocks]
+    assert all(abs(n - 2048 * 2048 / 32) <= 512 for n in steps)
 
 
 @pytest.mark.parametrize("squares", [False, True])
@@ -789,7 +786,8 @@ def test_bytes_of_heads():
         assert collectives == {"all_to_all": 2}
 
 
-def check_local() -> list:
+@on_ranks(2)
+def test_local_kinds_send_nothing():
     """Nothing is sent where every rank has all keys, or where the batch or the heads are cut alike."""
     mesh = shared_mesh(2)
     rows, keys = shard(torch.randn(2, 4, 7, 4), mesh, ROWS, L, requires_grad=True), torch.randn(2, 4, 9, 4)
@@ -797,11 +795,7 @@ def check_local() -> list:
     with count_communication() as counted:
         sdpa(rows, keys, keys, is_causal=True).sum().backward()
         sdpa(*heads, torch.rand(7, 7) < 0.5).sum().backward()
-    return [counted.messages, dict(counted.collectives)]
-
-
-def test_local_kinds_send_nothing():
-    assert run_distributed(check_local, 2) == [[0, {}], [0, {}]]
+    assert [counted.messages, dict(counted.collectives)] == [0, {}]
 
 
 class Largest(TorchDispatchMode):
@@ -844,7 +838,9 @@ def test_memory_and_overlap_of_the_ring():
         assert order == ["send", "compute"] * 3 + ["compute"]
 
 
-def check_choice() -> list[dict]:
+@pytest.mark.on_cpu("what is small enough to be fetched differs by device")
+@on_ranks(4)
+def test_choice_of_the_method():
     """Small keys are fetched. Many heads: heads. Few heads, or a cut mask without heads: the ring."""
     mesh = shared_mesh(4)
     counts = []
@@ -854,12 +850,7 @@ def check_choice() -> list[dict]:
         with count_communication() as counted:
             sdpa(q, q, q, **options)
         counts.append(counted.collectives["all_to_all"])
-    return counts
-
-
-@pytest.mark.on_cpu("what is small enough to be fetched differs by device")
-def test_choice_of_the_method():
-    assert run_distributed(check_choice, 4) == [[2, 3, 1, 3]] * 4
+    assert counts == [2, 3, 1, 3]
 
 
 @on_ranks(2)

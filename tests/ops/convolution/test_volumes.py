@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.tensor import Shard
 
 from shardtensor.ops.convolution.volumes import convolution_backward, convolve_volume, volume_backward
-from shardtensor.testing import assert_matches_unsharded, run_distributed, shard, shared_mesh
+from shardtensor.testing import assert_matches_unsharded, shard, shared_mesh
 
 # Channels x depth x height below and above torch's limit, which knows no width; the longest dim first, last, between.
 SHAPES = [(1, 8, 5, 18, 300), (1, 8, 300, 18, 5), (1, 8, 18, 300, 5)]
@@ -46,7 +46,9 @@ def test_the_same_numbers_as_torchs(shape, options, memory_format):
                 assert g.shape == like.shape
 
 
-def kernels_of_shards():
+@pytest.mark.on_cpu("oneDNN is the CPU's")
+@on_ranks(2)
+def test_shards_have_the_kernels_of_the_whole_volume():
     mesh = shared_mesh(2)
     torch.manual_seed(0)
     x = torch.randn(1, 16, 9, 144, 20)
@@ -57,12 +59,7 @@ def kernels_of_shards():
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
             conv(operand).sum().backward()
         found.append({event.key for event in profiler.key_averages() if "slow_conv3d" in event.key})
-    return found
-
-
-@pytest.mark.on_cpu("oneDNN is the CPU's")
-def test_shards_have_the_kernels_of_the_whole_volume():
-    assert run_distributed(kernels_of_shards, 2) == [[set(), set()]] * 2
+    assert found == [set(), set()]
 
 
 @pytest.mark.on_cpu("oneDNN is the CPU's")

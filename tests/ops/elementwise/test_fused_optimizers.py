@@ -184,7 +184,8 @@ def test_gradients_in_another_order_of_memory_than_their_parameter():
                 torch.testing.assert_close(got, expected, msg=f"{name}, {value.stride()}")
 
 
-def check_scaler():
+@on_ranks(3)
+def test_all_ranks_skip_a_step_that_overflowed_on_one():
     p = nn.Parameter(shard(torch.ones(5), shared_mesh(3), [Shard(0)], {0: (3, 0, 2)}))
     optimizer = torch.optim.SGD([p], lr=0.5, fused=True)
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
@@ -200,25 +201,17 @@ def check_scaler():
         scaler.step(optimizer)
         scaler.update()
         history.append((p.full_tensor().tolist(), scaler.get_scale()))
-    return history
+    assert history == [([0.5] * 5, 4.0), ([0.5] * 5, 2.0), ([0.0] * 5, 2.0)]
 
 
-def test_all_ranks_skip_a_step_that_overflowed_on_one():
-    for history in run_distributed(check_scaler, 3):
-        assert history == [([0.5] * 5, 4.0), ([0.5] * 5, 2.0), ([0.0] * 5, 2.0)]
-
-
-def communication():
+@on_ranks(4)
+def test_a_step_communicates_nothing():
     ps = parameters(values(), True)
     optimizer = OPTIMIZERS["AdamW"](ps)
     sum((p**2).sum() for p in ps).backward()
     with count_communication() as counted:
         optimizer.step()
-    return counted.messages, dict(counted.collectives)
-
-
-def test_a_step_communicates_nothing():
-    assert run_distributed(communication, 4) == [(0, {})] * 4
+    assert (counted.messages, dict(counted.collectives)) == (0, {})
 
 
 def mixed():

@@ -117,21 +117,19 @@ def test_replicas_draw_alike_and_shards_do_not():
         assert len({found[key][2].item() for found in ranks}) == 1, key
 
 
-def kernels_of_dropout():
+@on_ranks(2)
+def test_dropout_of_devices_other_than_the_cpu_is_a_draw_and_a_product():
     x = source([Shard(0)], {0: (5, 7)})
     torch.native_dropout(x, 0.25, True)
     with Copied() as seen:
         torch.native_dropout(x, 0.25, True)
     of_the_seed = "aten::randint", "aten::item", "aten::_local_scalar_dense"
-    return [name for name in seen.order if name not in (*of_the_seed, "aten::empty_like")]
+    names = [name for name in seen.order if name not in (*of_the_seed, "aten::empty_like")]
+    assert names == ["aten::bernoulli_", "aten::native_dropout_backward"]
 
 
-def test_dropout_of_devices_other_than_the_cpu_is_a_draw_and_a_product():
-    for names in run_distributed(kernels_of_dropout, 2):
-        assert names == ["aten::bernoulli_", "aten::native_dropout_backward"]
-
-
-def statistics():
+@on_ranks(3)
+def test_distributions_and_independence():
     torch.manual_seed(0)
     x = shard(torch.ones(300, 400), shared_mesh(3), [Shard(0)], {0: (100, 0, 200)})
     y = F.dropout(x, 0.25)
@@ -141,16 +139,13 @@ def statistics():
     normal = torch.randn_like(x).full_tensor()
     pieces = normal[:100], normal[100:200], normal[200:]
     correlations = [(a * b).mean().abs().item() for a, b in ((pieces[0], pieces[1]), (pieces[0], pieces[2]))]
-    return (y.full_tensor() == 0).float().mean().item(), normal.mean().item(), normal.std().item(), correlations
+    dropped = (y.full_tensor() == 0).float().mean().item()
+    assert abs(dropped - 0.25) < 0.006 and abs(normal.mean()) < 0.015 and abs(normal.std() - 1) < 0.01
+    assert max(correlations) < 0.025  # 5 standard deviations
 
 
-def test_distributions_and_independence():
-    for dropped, mean, std, correlations in run_distributed(statistics, 3):
-        assert abs(dropped - 0.25) < 0.006 and abs(mean) < 0.015 and abs(std - 1) < 0.01
-        assert max(correlations) < 0.025  # 5 standard deviations
-
-
-def sharded_rows():
+@on_ranks(3)
+def test_draws_along_sharded_rows():
     """Rows that are cut: of a Dirichlet draw they sum to one, and multinomial exchanges them."""
     torch.manual_seed(0)
     x = shard(torch.full((400, 6), 2.0), shared_mesh(3), [Shard(1)], {0: (3, 0, 3)})
@@ -160,17 +155,14 @@ def sharded_rows():
         drawn = x.multinomial(2)
     assert dict(traffic.collectives) == {"all_to_all": 1}
     assert drawn.shape == (400, 2) and drawn.placements == (Shard(0),)
-    return y.full_tensor(), drawn.full_tensor()
+    y, drawn = y.full_tensor(), drawn.full_tensor()
+    assert torch.allclose(y.sum(1), torch.ones(400)) and (y > 0).all()
+    assert (y.mean(0) - 1 / 6).abs().max() < 0.03 and abs(y.var(0).mean() - 5 / 36 / 13) < 0.002
+    assert (drawn[:, 0] != drawn[:, 1]).all() and set(drawn.flatten().tolist()) == set(range(6))
 
 
-def test_draws_along_sharded_rows():
-    for y, drawn in run_distributed(sharded_rows, 3):
-        assert torch.allclose(y.sum(1), torch.ones(400)) and (y > 0).all()
-        assert (y.mean(0) - 1 / 6).abs().max() < 0.03 and abs(y.var(0).mean() - 5 / 36 / 13) < 0.002
-        assert (drawn[:, 0] != drawn[:, 1]).all() and set(drawn.flatten().tolist()) == set(range(6))
-
-
-def gradients():
+@on_ranks(3)
+def test_the_gradient_of_dropout_has_its_mask():
     for layer in (nn.Dropout(0.5), nn.AlphaDropout(0.5), nn.Dropout1d(0.5), nn.Dropout(1.0), nn.Dropout(0.0)):
         x = shard(data(6, 5, 4), shared_mesh(3), [Shard(2)], {0: (3, 0, 1)}, requires_grad=True)
         torch.manual_seed(4)
@@ -195,11 +187,6 @@ def gradients():
     y.sum().backward()
     kept = y.full_tensor() != 0
     assert torch.allclose(x.grad.full_tensor(), 2 * data(6, 5, 4).cos() * kept)
-    return True
-
-
-def test_the_gradient_of_dropout_has_its_mask():
-    assert all(run_distributed(gradients, 3))
 
 
 def feature_noise():

@@ -118,7 +118,8 @@ def test_rows_are_sent_once_and_the_index_is_looked_at_once(ranks, at_nodes):
             assert step == (0, 0, forward[rank] * ROW, backward[rank] * ROW)
 
 
-def waits():
+@on_ranks(2)
+def test_no_host_waits_for_rows(emulated):
     """What the device's host waits for in a step: the first one, which looks at the index, and another."""
     from device.emulated import counted
 
@@ -128,12 +129,8 @@ def waits():
         with counted() as seen:
             layer(x, edges).square().sum().backward()
         found.append((seen.total("sync") + seen.total("d2h"), seen.of("sync", "d2h")))
-    return found
-
-
-def test_no_host_waits_for_rows(emulated):
-    for first, _, last in run_distributed(waits, 2):
-        assert first[0] > 0 and last == (0, "")
+    first, _, last = found
+    assert first[0] > 0 and last == (0, "")
 
 
 # -- values ------------------------------------------------------------------------------------------------------------
@@ -255,7 +252,8 @@ def test_batches_on_the_other_mesh_dim():
     assert_matches_unsharded(lambda x, i: x[:, i].exp(), x, line, placements=[both, [Replicate(), Shard(0)]], **cut)
 
 
-def elements():
+@on_ranks(2)
+def test_rows_that_are_more_than_blocks():
     """Where each element has an index of its own, rows can be more than blocks: these travel then."""
     mesh = shared_mesh(2)
     g = seeded(0)
@@ -275,14 +273,10 @@ def elements():
             mesh_shape=2,
             placements=[[Shard(0)], [Shard(0)]],
         )
-    return sent
-
-
-def test_rows_that_are_more_than_blocks():
-    for few, many in run_distributed(elements, 2):
-        assert few <= 3 * 20 * 8
-        # Blocks of the index and, for each entry, what is read there: half of them go to the other rank.
-        assert many == 2 * 20 * 20 * 8
+    few, many = sent
+    assert few <= 3 * 20 * 8
+    # Blocks of the index and, for each entry, what is read there: half of them go to the other rank.
+    assert many == 2 * 20 * 20 * 8
 
 
 # -- what is kept ------------------------------------------------------------------------------------------------------
@@ -351,7 +345,8 @@ def test_what_is_kept_follows_the_program():
         assert set(found.values()) == {0, 1}
 
 
-def bounded():
+@on_ranks(2)
+def test_what_is_kept_is_bounded():
     mesh = shared_mesh(2)
     a = shard(torch.arange(10.0), mesh, [Shard(0)])
     index = shard(torch.arange(64) % 10, mesh, [Shard(0)])
@@ -362,12 +357,8 @@ def bounded():
                 part = index.view(8, 8)[:, 0] if start == 0 else index.view(64, 1).expand(64, start)
                 a[part]
         looked.append(counted.count)
-    return looked, len(index._found.entries)
-
-
-def test_what_is_kept_is_bounded():
-    for looked, left in run_distributed(bounded, 2):
-        assert looked == [40, 40] and left == 32
+    left = len(index._found.entries)
+    assert looked == [40, 40] and left == 32
 
 
 def whole():
@@ -552,7 +543,9 @@ def test_second_derivatives():
     )
 
 
-def half(dtype):
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@on_ranks(2)
+def test_half_precision_is_added_up_in_float32(dtype):
     """Sums of many numbers that cancel, and their errors against float64: ours and one device's."""
     mesh = shared_mesh(2)
     g = seeded(0)
@@ -567,13 +560,8 @@ def half(dtype):
     a.index_add_(0, i, w)
     again = (a.full_tensor().double() - exact).abs().max()
     assert a.dtype == a.to_local().dtype == dtype
-    return [float(e) for e in (ours, again, theirs)]
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision_is_added_up_in_float32(dtype):
-    for ours, again, theirs in run_distributed(half, 2, dtype):
-        assert ours == again <= theirs
+    ours, again, theirs = [float(e) for e in (ours, again, theirs)]
+    assert ours == again <= theirs
 
 
 @on_ranks(2, timeout=200)

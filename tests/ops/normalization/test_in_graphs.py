@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from functorch.compile import make_boxed_func
+from on_ranks import on_ranks
 from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 from torch.distributed.tensor import Shard
@@ -90,7 +91,9 @@ def origin(node):
     return node.op if node.op != "call_function" else name_of(node)
 
 
-def check_graphs():
+@pytest.mark.on_cpu("counts loops of the C++ that is made for CPUs")
+@on_ranks(2, timeout=100)
+def test_loops_have_the_shards_shape_and_read_what_is_materialized_before():
     torch._dynamo.reset()
     found = []
 
@@ -110,11 +113,6 @@ def check_graphs():
             loops.add(tuple(value.shape))
             operands = [n for n in node.all_input_nodes if 1 < math.prod(n.meta["val"].shape) < value.numel()]
             read |= {origin(n) for n in operands}
-    return loops, read, tuple(own.shape)
-
-
-@pytest.mark.on_cpu("counts loops of the C++ that is made for CPUs")
-def test_loops_have_the_shards_shape_and_read_what_is_materialized_before():
-    for loops, read, own in run_distributed(check_graphs, 2, timeout=100):
-        assert loops == {own}
-        assert read == {"shardtensor.materialized.default", "placeholder"}  # the forward pass materializes and keeps
+    own = tuple(own.shape)
+    assert loops == {own}
+    assert read == {"shardtensor.materialized.default", "placeholder"}  # the forward pass materializes and keeps

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from alike import raises_alike
 from halves import half_of, in_halves
@@ -74,7 +75,9 @@ def modules():
     return made
 
 
-def check_modules(mesh_shape, dims, sizes, half):
+@pytest.mark.parametrize(("mesh_shape", "dims", "sizes", "half"), in_halves(CUTS))
+@on_ranks("mesh_shape")
+def test_values_gradients_and_running_statistics(mesh_shape, dims, sizes, half):
     x = torch.randn(4, 8, 8, 3, dtype=torch.float64) * 2 + 1
     failures = []
     for name, module in half_of(modules().items(), half):
@@ -84,12 +87,6 @@ def check_modules(mesh_shape, dims, sizes, half):
         except AssertionError as error:
             failures.append(f"{name}: {error}")
     assert not failures, "\n".join(failures)
-
-
-@pytest.mark.parametrize(("mesh_shape", "dims", "sizes", "half"), in_halves(CUTS))
-def test_values_gradients_and_running_statistics(mesh_shape, dims, sizes, half):
-    world = 4 if isinstance(mesh_shape, tuple) else mesh_shape
-    run_distributed(check_modules, world, mesh_shape, dims, sizes, half)
 
 
 @on_ranks(2)
@@ -234,7 +231,8 @@ def test_dtypes_of_results_are_torchs():
     check(nn.RMSNorm([8, 6], dtype=torch.bfloat16), torch.bfloat16, False)
 
 
-def communication():
+@on_ranks(2)
+def test_what_is_sent():
     mesh = shared_mesh(2)
     result = {"device": mesh.device_type}
     for name, module, dim in (
@@ -255,40 +253,33 @@ def communication():
             y.backward(cotangent)
         assert not forward.messages and not backward.messages
         result[name] = [(dict(c.collectives), c.collective_bytes) for c in (forward, backward)]
-    return result
+    # Mean and variance of 2 x 2 groups in float32; backward two sums per group, and weight and bias (4 each), which
+    # for batch norm are the same numbers; but kernels of devices take another sum than the weight's gradient.
+    on_cpu = result.pop("device") == "cpu"
+    assert result == {
+        "group": [({"all_gather": 1}, 32), ({"all_reduce": 1}, 32 + 32)],
+        "batch": [({"all_gather": 1}, 32), ({"all_reduce": 1}, 32 if on_cpu else 48)],
+        "instance": [({"all_gather": 1}, 64), ({"all_reduce": 1}, 64)],
+        "group, batch cut": [({}, 0), ({"all_reduce": 1}, 32)],
+        "layer": [({}, 0), ({"all_reduce": 1}, 48)],
+        "layer plain": [({}, 0), ({}, 0)],
+        "batch eval": [({}, 0), ({"all_reduce": 1}, 32)],
+    }
 
 
-def test_what_is_sent():
-    for result in run_distributed(communication, 2):
-        # Mean and variance of 2 x 2 groups in float32; backward two sums per group, and weight and bias (4 each), which
-        # for batch norm are the same numbers; but kernels of devices take another sum than the weight's gradient.
-        on_cpu = result.pop("device") == "cpu"
-        assert result == {
-            "group": [({"all_gather": 1}, 32), ({"all_reduce": 1}, 32 + 32)],
-            "batch": [({"all_gather": 1}, 32), ({"all_reduce": 1}, 32 if on_cpu else 48)],
-            "instance": [({"all_gather": 1}, 64), ({"all_reduce": 1}, 64)],
-            "group, batch cut": [({}, 0), ({"all_reduce": 1}, 32)],
-            "layer": [({}, 0), ({"all_reduce": 1}, 48)],
-            "layer plain": [({}, 0), ({}, 0)],
-            "batch eval": [({}, 0), ({"all_reduce": 1}, 32)],
-        }
-
-
-def saved_numbers():
+@on_ranks(2)
+def test_nothing_of_the_inputs_size_but_the_input_is_kept_for_backward():
     mesh = shared_mesh(2)
     x = shard(torch.randn(2, 4, 8, 6), mesh, [Shard(2)], requires_grad=True)
     saved = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
         nn.GroupNorm(2, 4)(x)
-    return sorted(t.numel() for t in saved), any(
-        t is x or t.data_ptr() == x.data_ptr() for t in saved if t.shape == x.shape
+    sizes, is_input = (
+        sorted(t.numel() for t in saved),
+        any(t is x or t.data_ptr() == x.data_ptr() for t in saved if t.shape == x.shape),
     )
-
-
-def test_nothing_of_the_inputs_size_but_the_input_is_kept_for_backward():
-    for sizes, is_input in run_distributed(saved_numbers, 2):
-        assert sizes == [4, 2 * 4, 2 * 4, 2 * 4 * 8 * 6]  # weight, mean and variance of the samples' channels, x
-        assert is_input
+    assert sizes == [4, 2 * 4, 2 * 4, 2 * 4 * 8 * 6]  # weight, mean and variance of the samples' channels, x
+    assert is_input
 
 
 @on_ranks(2)
@@ -399,15 +390,7 @@ def test_second_derivatives():
 
 
 @on_ranks(2)
-def test_local_response_norm():
-    x = torch.randn(2, 6, 5, 4, dtype=torch.float64)
-    for dim, sizes in ((0, (1, 1)), (1, (4, 2)), (2, (0, 5)), (3, (3, 1))):
-        for t in (x, x[..., 0] if dim < 3 else x):
-            function = lambda x: F.local_response_norm(x, 3, 0.5)  # noqa: E731
-            assert_matches_unsharded(function, t, mesh_shape=2, placements=[Shard(dim)], shard_sizes={0: sizes})
-
-
-def cut_groups():
+def test_cut_groups_are_exchanged_there_and_back():
     mesh = shared_mesh(2)
     counts = []
     for groups in (2, 1):  # cuts move to the border of a group; or the longest other dim is cut
@@ -416,15 +399,12 @@ def cut_groups():
             y = F.group_norm(x, groups)
         assert y.shard_sizes == {0: (1, 3)}
         counts.append((forward.messages, forward.bytes_sent, dict(forward.collectives)))
-    return counts
-
-
-def test_cut_groups_are_exchanged_there_and_back():
-    for rank, (two, one) in enumerate(run_distributed(cut_groups, 2)):
-        channel = 2 * 8 * 4
-        assert two == (1, channel, {"all_to_all": 2})  # one rank hands a channel over and gets it back
-        half = channel // 2
-        assert one == (2, ((1, 3)[rank] + (3, 1)[rank]) * half, {"all_to_all": 2, "all_gather": 1})
+    rank = dist.get_rank()
+    two, one = counts
+    channel = 2 * 8 * 4
+    assert two == (1, channel, {"all_to_all": 2})  # one rank hands a channel over and gets it back
+    half = channel // 2
+    assert one == (2, ((1, 3)[rank] + (3, 1)[rank]) * half, {"all_to_all": 2, "all_gather": 1})
 
 
 def operand():

@@ -128,7 +128,8 @@ def test_the_gradient_of_a_weight_is_not_overwritten_by_that_of_the_input():
     torch.testing.assert_close(*grads, rtol=1e-10, atol=1e-12)
 
 
-def messages_of_a_sharded_batch():
+@on_ranks(4)
+def test_messages_where_the_batch_is_sharded_too():
     """Collectives per mesh dim, for N > 1, with the batch sharded on the second one."""
     mesh = shared_mesh((2, 2))
     counts = {}
@@ -142,9 +143,7 @@ def messages_of_a_sharded_batch():
         sizes = {0: (3, 2), 1: (5, 2)}
         places = [[Shard(0), Shard(2)], None, None]
         cuts = [sizes, None, None]
-        assert_matches_unsharded(
-            function, x, weight, bias, mesh_shape=(2, 2), placements=places, shard_sizes=cuts
-        )
+        assert_matches_unsharded(function, x, weight, bias, mesh_shape=(2, 2), placements=places, shard_sizes=cuts)
         w, b = weight.requires_grad_(), bias.requires_grad_()
         given = shard(x, mesh, [Shard(0), Shard(2)], sizes, requires_grad=True)
         with count_communication() as forward:
@@ -153,17 +152,12 @@ def messages_of_a_sharded_batch():
         with count_communication() as backward:
             y.backward(seed)
         counts[name] = dict(forward.collectives), dict(backward.collectives)
-    return counts
-
-
-def test_messages_where_the_batch_is_sharded_too():
-    for counts in run_distributed(messages_of_a_sharded_batch, 4):
-        one_per_mesh_dim = {"all_reduce": 2}
-        assert counts == {
-            "group": ({"all_gather": 1}, one_per_mesh_dim),
-            "batch": ({"all_gather": 2}, one_per_mesh_dim),
-            "instance": ({"all_gather": 1}, one_per_mesh_dim),
-        }
+    one_per_mesh_dim = {"all_reduce": 2}
+    assert counts == {
+        "group": ({"all_gather": 1}, one_per_mesh_dim),
+        "batch": ({"all_gather": 2}, one_per_mesh_dim),
+        "instance": ({"all_gather": 1}, one_per_mesh_dim),
+    }
 
 
 def counted_writes():

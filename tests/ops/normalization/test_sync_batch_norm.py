@@ -171,19 +171,16 @@ def test_training_on_replicas_is_that_of_one_device_with_all_samples():
         torch.testing.assert_close(value, expected)
 
 
-def messages():
+@on_ranks(2)
+def test_within_its_mesh_it_sends_what_batch_norm_sends():
     mesh, counts = shared_mesh(2), []
     for module in (nn.BatchNorm2d(4), nn.SyncBatchNorm(4), nn.SyncBatchNorm(4).eval()):
         x = shard(torch.randn(2, *SHAPE), mesh, [Shard(2)], {0: (4, 1)}, requires_grad=True)
         with count_communication() as counted:
             module(x).sum().backward()
         counts.append(dict(counted.collectives))
-    return counts
-
-
-def test_within_its_mesh_it_sends_what_batch_norm_sends():
-    for plain, synchronized, evaluated in run_distributed(messages, 2):
-        assert synchronized == plain and evaluated.get("all_gather", 0) == 0
+    plain, synchronized, evaluated = counts
+    assert synchronized == plain and evaluated.get("all_gather", 0) == 0
 
 
 def test_plain_tensors_get_what_torch_gives_them():

@@ -24,7 +24,6 @@ from shardtensor.ops.pooling.pool import pool_reads
 from shardtensor.testing import (
     assert_matches_unsharded,
     count_communication,
-    run_distributed,
     shard,
     shared_mesh,
 )
@@ -135,7 +134,8 @@ def test_adaptive_windows_match_one_device(mesh_shape):
     check_cases(adaptive_cases(), mesh_shape)
 
 
-def layouts():
+@on_ranks(3)
+def test_layouts():
     """What the results look like: who owns what, and in which placements."""
     mesh = shared_mesh(3)
     x = shard(data(2, 3, 12, 5), mesh, [Shard(2)], {0: (6, 0, 6)}, requires_grad=True)
@@ -150,11 +150,6 @@ def layouts():
     whole = data(2, 3, 4, 4).to(memory_format=torch.channels_last)
     channels = shard(data(2, 3, 4, 4), mesh, [Shard(1)], {0: (3, 0, 0)}).to(memory_format=torch.channels_last)
     assert F.avg_pool2d(channels, 2).stride() == F.avg_pool2d(whole, 2).stride()
-    return True
-
-
-def test_layouts():
-    assert all(run_distributed(layouts, 3))
 
 
 @on_ranks(2)
@@ -180,7 +175,8 @@ def test_averages_of_volumes():
                     )
 
 
-def partial_inputs():
+@on_ranks(2)
+def test_averages_of_partial_sums_stay_partial():
     mesh = shared_mesh(2)
     whole = data(1, 2, 8).round()
     x = shard(whole, mesh, [Partial()])
@@ -190,14 +186,11 @@ def partial_inputs():
     assert_matches_unsharded(lambda x: F.avg_pool1d(x, 2), whole, mesh=mesh, placements=[Partial()])
     assert_matches_unsharded(lambda x: F.adaptive_avg_pool1d(x, 3), whole, mesh=mesh, placements=[Partial()])
     assert_matches_unsharded(lambda x: F.adaptive_max_pool1d(x, 1), whole, mesh=mesh, placements=[Partial()])
-    return mean.placements[0].is_partial(), best.placements[0].is_partial()
+    assert (mean.placements[0].is_partial(), best.placements[0].is_partial()) == (True, False)
 
 
-def test_averages_of_partial_sums_stay_partial():
-    assert run_distributed(partial_inputs, 2) == [(True, False)] * 2
-
-
-def traffic():
+@on_ranks(2)
+def test_nothing_travels_where_windows_fit_the_shards_and_one_row_where_they_overlap():
     mesh = shared_mesh(2)
     x = shard(data(1, 1, 16, 2), mesh, [Shard(2)], {0: (8, 8)})
     with count_communication() as none:
@@ -206,11 +199,7 @@ def traffic():
         F.adaptive_avg_pool2d(x, 1)
     with count_communication() as halo:
         F.avg_pool2d(x, 3, 1, 1)
-    return none.messages, sum(none.collectives.values()), halo.messages, halo.bytes_sent
-
-
-def test_nothing_travels_where_windows_fit_the_shards_and_one_row_where_they_overlap():
-    assert run_distributed(traffic, 2) == [(0, 0, 1, 16)] * 2
+    assert (none.messages, sum(none.collectives.values()), halo.messages, halo.bytes_sent) == (0, 0, 1, 16)
 
 
 @on_ranks(2)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
+from on_ranks import on_ranks
 from torch import nn
 from torch.distributed.tensor import Partial, Replicate, Shard
 
@@ -82,7 +83,8 @@ def test_functions_of_entries(name, ranks):
     assert all(run_distributed(check, ranks, name, CUTS[ranks]))
 
 
-def check_on_two_dims():
+@on_ranks(4)
+def test_entries_on_meshes_of_two_dims():
     torch.manual_seed(0)
     x = torch.randn(3, 2, 5, 6, dtype=torch.float64)
     for function in (stacked(torch.exp, order=range(5)), stacked(lambda e: e[:, 1].cos(), dim=0, order=(4, 1, 0))):
@@ -96,11 +98,6 @@ def check_on_two_dims():
     vector = torch.randn(5, dtype=torch.float64)
     scalars = lambda v: torch.stack([v[i].exp() for i in range(5)])  # noqa: E731
     assert_matches_unsharded(scalars, vector, mesh_shape=(2, 2), placements=[Replicate(), Shard(0)])
-    return True
-
-
-def test_entries_on_meshes_of_two_dims():
-    assert all(run_distributed(check_on_two_dims, 4))
 
 
 def communication():
@@ -126,7 +123,8 @@ def test_nothing_is_sent_but_what_is_stacked_out_of_order():
     assert second == [(0, 0, 0), (0, 0, 0), (0, entry, entry)]
 
 
-def intermediate_gradients():
+@on_ranks(2)
+def test_gradients_of_entries_themselves():
     x = shard(torch.linspace(0, 1, 24).double().view(3, 8), shared_mesh(2), [Shard(1)], {0: (5, 3)}, requires_grad=True)
     entry, seen = x[:, 6], []
     y = entry.exp()
@@ -137,14 +135,11 @@ def intermediate_gradients():
     z.sum().full_tensor().backward()
     assert len(seen) == 2 and torch.equal(seen[1], torch.ones(3).double())
     expected = torch.linspace(0, 1, 24).double().view(3, 8)[:, 6].exp()
-    return all(torch.allclose(g.full_tensor(), expected, rtol=1e-10) for g in (grad, entry.grad))
+    assert all(torch.allclose(g.full_tensor(), expected, rtol=1e-10) for g in (grad, entry.grad))
 
 
-def test_gradients_of_entries_themselves():
-    assert all(run_distributed(intermediate_gradients, 2))
-
-
-def second_derivatives():
+@on_ranks(2)
+def test_second_derivatives():
     def penalty(x):
         y = torch.stack([x[:, i].exp() for i in range(8)], 1)
         (grad,) = torch.autograd.grad((y * y).sum(), x, create_graph=True)
@@ -152,11 +147,6 @@ def second_derivatives():
 
     whole = torch.linspace(0, 1, 24).double().view(3, 8)
     assert_matches_unsharded(penalty, whole, mesh_shape=2, placements=[Shard(1)], shard_sizes={0: (3, 5)})
-    return True
-
-
-def test_second_derivatives():
-    assert all(run_distributed(second_derivatives, 2))
 
 
 # How entries, or parts that are as short, are taken from a sharded dim.
@@ -171,7 +161,9 @@ TAKEN = {
 }
 
 
-def of_absolute_values(ranks):
+@pytest.mark.parametrize("ranks", [2, 3])
+@on_ranks("ranks")
+def test_second_derivatives_of_absolute_values(ranks):
     """The second derivative of an absolute value is zeros without memory, which torch itself adds to others."""
     whole = torch.linspace(-2, 3, 24).double().view(3, 8)
     for name, taken in TAKEN.items():
@@ -183,37 +175,25 @@ def of_absolute_values(ranks):
             found.append((first, *torch.autograd.grad(first.square().sum(), x)))
         for expected, got in zip(*found):
             torch.testing.assert_close(got.full_tensor(), expected, rtol=1e-10, atol=1e-12, msg=name)
-    return True
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_second_derivatives_of_absolute_values(ranks):
-    assert all(run_distributed(of_absolute_values, ranks, ranks))
-
-
-def on_meta():
+@on_ranks(2)
+def test_all_ranks_have_an_entry_on_the_device_that_it_was_moved_to():
     x = shard(torch.rand(3, 8), shared_mesh(2), [Shard(1)], {0: (5, 3)})
     entry = x[:, 6].to("meta")
-    return entry.device.type, entry._local_tensor.device.type
+    assert (entry.device.type, entry._local_tensor.device.type) == ("meta", "meta")
 
 
-def test_all_ranks_have_an_entry_on_the_device_that_it_was_moved_to():
-    assert run_distributed(on_meta, 2) == [("meta", "meta")] * 2
-
-
-def half_precision(dtype):
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@on_ranks(2)
+def test_half_precision(dtype):
     torch.manual_seed(0)
     x = (torch.randn(3, 8) * 3).to(dtype)
     function = lambda x: torch.stack([(x[:, i] / 3).exp() * 1.1 for i in range(8)], 1)  # noqa: E731
     y = function(shard(x, shared_mesh(2), [Shard(1)], {0: (5, 3)}))
     exact, own = function(x.double()), function(x)
     assert y.dtype == dtype and y._local_tensor.dtype == dtype
-    return bool((y.full_tensor().double() - exact).abs().max() <= 2 * (own.double() - exact).abs().max())
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision(dtype):
-    assert all(run_distributed(half_precision, 2, dtype))
+    assert bool((y.full_tensor().double() - exact).abs().max() <= 2 * (own.double() - exact).abs().max())
 
 
 class PerLevel(nn.Module):
@@ -227,18 +207,15 @@ class PerLevel(nn.Module):
         return torch.stack([nn.functional.silu(x[:, :, i] * scale) for i, scale in enumerate(self.scales)], 2)
 
 
-def check_module():
+@on_ranks(2)
+def test_weights_of_entries():
     torch.manual_seed(0)
     x = torch.randn(2, 3, 8, 5, dtype=torch.float64)
     assert_matches_unsharded(PerLevel(), x, mesh_shape=2, placements=[Shard(2)], shard_sizes={0: (3, 5)})
-    return True
 
 
-def test_weights_of_entries():
-    assert all(run_distributed(check_module, 2))
-
-
-def layouts():
+@on_ranks(3)
+def test_owners_and_other_layouts():
     """From and to a Partial with an owner, each the same value."""
     mesh, value = shared_mesh(3), torch.arange(4.0).double()
     whole = ShardTensor.from_local(value.clone(), mesh, [Replicate()])
@@ -261,11 +238,6 @@ def layouts():
         back = redistribute_local(part, spec, there)
         assert torch.equal(back, value if dist.get_rank() == 2 else torch.zeros(4).double()), spec
     assert entry.redistribute(placements=[Partial()]) is entry
-    return True
-
-
-def test_owners_and_other_layouts():
-    assert all(run_distributed(layouts, 3))
 
 
 def raises(call, x):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from halves import half_of, in_halves
 from image_cuts import CUTS, IMAGE, places
@@ -140,7 +141,8 @@ def test_centers_of_pixels(sizes):
             )
 
 
-def count():
+@on_ranks(2)
+def test_what_is_sent():
     mesh, counts = shared_mesh(2), []
     torch.manual_seed(0)
     at = F.affine_grid(torch.eye(2, 3)[None], [1, 1, 64, 4], align_corners=False)
@@ -153,18 +155,15 @@ def count():
             y.sum().backward()
         assert y._spec.shard_sizes == {0: (40, 24)}
         counts.append([(c.bytes_sent, dict(c.collectives)) for c in (forward, backward)])
-    return counts
-
-
-def test_what_is_sent():
-    for rank, (pixels, channels) in enumerate(run_distributed(count, 2)):
-        (sent, collectives), (back, collectives_back) = pixels
-        # A row of four numbers at most, and the two ends of what the rank reads.
-        assert sent <= 16 + 16 and collectives == {"all_gather": 1, "all_to_all": 1}
-        assert back <= 16 and collectives_back == {"all_to_all": 1}
-        # The image to channel shards, the grid once around the ring, the result to the rows of the grid.
-        rows, others = (40, 24)[rank], (24, 40)[rank]
-        assert channels[0] == (rows * 4 * 4 + rows * 4 * 8 + others * 4 * 4, {"all_to_all": 3})
+    rank = dist.get_rank()
+    pixels, channels = counts
+    (sent, collectives), (back, collectives_back) = pixels
+    # A row of four numbers at most, and the two ends of what the rank reads.
+    assert sent <= 16 + 16 and collectives == {"all_gather": 1, "all_to_all": 1}
+    assert back <= 16 and collectives_back == {"all_to_all": 1}
+    # The image to channel shards, the grid once around the ring, the result to the rows of the grid.
+    rows, others = (40, 24)[rank], (24, 40)[rank]
+    assert channels[0] == (rows * 4 * 4 + rows * 4 * 8 + others * 4 * 4, {"all_to_all": 3})
 
 
 def attend(value, grids):

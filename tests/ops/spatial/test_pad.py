@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from alike import raises_alike
 from halves import in_halves
@@ -83,7 +84,8 @@ def test_convolutions_with_other_padding_modes():
         assert_matches_unsharded(conv, data(2, 3, 7, 6), mesh_shape=2, placements=[Shard(2)], shard_sizes=sizes)
 
 
-def sizes_and_bytes():
+@on_ranks(3)
+def test_only_circular_padding_travels_and_no_more_than_the_padding():
     mesh = shared_mesh(3)
     x = shard(data(1, 1, 12, 2), mesh, [Shard(2)], {0: (5, 4, 3)})
     with count_communication() as constant:
@@ -92,28 +94,22 @@ def sizes_and_bytes():
         F.pad(x, (0, 0, 1, 2), mode="circular")
     with count_communication() as reflect:
         F.pad(x, (1, 1, 1, 2), mode="reflect")
-    return y.shard_sizes, constant.bytes_sent, circular.bytes_sent, reflect.bytes_sent
+    rank = dist.get_rank()
+    sizes, *sent = y.shard_sizes, constant.bytes_sent, circular.bytes_sent, reflect.bytes_sent
+    assert sizes == {0: (6, 4, 5)}
+    # The first rank sends two rows to the last one, the last one a row to the first: rows of 2 doubles.
+    assert sent == [0, {0: 32, 1: 0, 2: 16}[rank], 0]
 
 
-def test_only_circular_padding_travels_and_no_more_than_the_padding():
-    for rank, (sizes, *sent) in enumerate(run_distributed(sizes_and_bytes, 3)):
-        assert sizes == {0: (6, 4, 5)}
-        # The first rank sends two rows to the last one, the last one a row to the first: rows of 2 doubles.
-        assert sent == [0, {0: 32, 1: 0, 2: 16}[rank], 0]
-
-
-def partial_sums():
+@on_ranks(2)
+def test_partial_sums_stay_so_where_padding_is_linear():
     mesh = shared_mesh(2)
     whole = data(1, 2, 5, dtype=torch.float64).round()
     x = shard(whole, mesh, [Partial()])
     zeros, ones = F.pad(x, (1, 2)), F.pad(x, (1, 2), value=1.0)
     assert torch.equal(zeros.full_tensor(), F.pad(whole, (1, 2)))
     assert torch.equal(ones.full_tensor(), F.pad(whole, (1, 2), value=1.0))
-    return zeros.placements[0].is_partial(), ones.placements[0].is_partial()
-
-
-def test_partial_sums_stay_so_where_padding_is_linear():
-    assert run_distributed(partial_sums, 2) == [(True, False)] * 2
+    assert (zeros.placements[0].is_partial(), ones.placements[0].is_partial()) == (True, False)
 
 
 def operand():
