@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import math
 import warnings
 
 import pytest
@@ -131,16 +130,18 @@ def train(model, x, y, optimizer=sgd, steps=2):
 
 
 def check(model, expected, rtol=1e-10):
-    """Compare with one process's weights; the flat weights, for a comparison between ranks."""
+    """Compare with one process's weights, and bitwise with those of the other ranks."""
     found = {n.replace("_fsdp_wrapped_module.", ""): w for n, w in full_weights(model).items()}
     assert found.keys() == expected.keys()
     for name, weight in expected.items():
         torch.testing.assert_close(found[name], weight.detach(), rtol=rtol, atol=rtol / 100, msg=f"{name}: {{}}".format)
-    return torch.cat([found[name].reshape(-1) for name in sorted(found)])
+    equal_on_all_ranks(torch.cat([found[name].reshape(-1) for name in sorted(found)]))
 
 
-def equal_on_all_ranks(results):
-    assert all(torch.equal(results[0], other) for other in results[1:])
+def equal_on_all_ranks(value):
+    each = [torch.empty_like(value) for _ in range(dist.get_world_size())]
+    dist.all_gather(each, value)
+    assert all(torch.equal(value, other) for other in each)
 
 
 # -- what wraps what ---------------------------------------------------------------------------------------------------
@@ -253,7 +254,7 @@ def wrapped_training(name, spmd, shape=(2, 2), kind=Network):
     mesh = shared_mesh(shape, AXES)
     model = (SPMD if spmd else PLAIN)[name](copy.deepcopy(problem(kind)[0]), mesh)
     train(model, *inputs(mesh, spmd))
-    return check(model, train_alone(kind)[0])
+    check(model, train_alone(kind)[0])
 
 
 def names(table):
@@ -266,13 +267,13 @@ def cases(table):
 
 @pytest.mark.parametrize("name", cases(PLAIN))
 def test_plain_weights_in_any_wrapper(name):
-    equal_on_all_ranks(run_distributed(wrapped_training, 4, name, False))
+    run_distributed(wrapped_training, 4, name, False)
 
 
 @needs_spmd
 @pytest.mark.parametrize("name", cases(SPMD))
 def test_dtensor_weights_on_the_whole_mesh(name):
-    equal_on_all_ranks(run_distributed(wrapped_training, 4, name, True))
+    run_distributed(wrapped_training, 4, name, True)
 
 
 @pytest.mark.parametrize(
@@ -284,7 +285,7 @@ def test_dtensor_weights_on_the_whole_mesh(name):
     ],
 )
 def test_weights_used_on_shards_and_on_what_is_whole(name, spmd):
-    equal_on_all_ranks(run_distributed(wrapped_training, 4, name, spmd, (2, 2), Tied))
+    run_distributed(wrapped_training, 4, name, spmd, (2, 2), Tied)
 
 
 @pytest.mark.slow
@@ -294,22 +295,22 @@ def test_weights_used_on_shards_and_on_what_is_whole(name, spmd):
     [*((n, False) for n in PLAIN), *(pytest.param(n, True, marks=needs_spmd) for n in names(SPMD))],
 )
 def test_eight_ranks_some_of_them_without_data(shape, name, spmd):
-    equal_on_all_ranks(run_distributed(wrapped_training, 8, name, spmd, shape))
-
-
-def without_data_axis(spmd, shape):
-    """Each wrapper on a data axis of one rank; the flat weights of the last one."""
-    taken = [n for n in names(SPMD if spmd else PLAIN) if not n.startswith("DTensors on domain, FSDP1")]
-    return [wrapped_training(name, spmd, shape) for name in taken][-1]
+    run_distributed(wrapped_training, 8, name, spmd, shape)
 
 
 @pytest.mark.parametrize("shape", [(1, 2), pytest.param((1, 4), marks=pytest.mark.slow)], ids=["1x2", "1x4"])
 @both_ways
+@on_ranks("shape", timeout=300)
 def test_a_data_axis_of_one_rank(spmd, shape):
-    equal_on_all_ranks(run_distributed(without_data_axis, shape[1], spmd, shape, timeout=300))
+    taken = [n for n in names(SPMD if spmd else PLAIN) if not n.startswith("DTensors on domain, FSDP1")]
+    for name in taken:
+        wrapped_training(name, spmd, shape)
 
 
-def hybrid_and_domain(kind):
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["FSDP2", "FSDP1"])
+@on_ranks(8)
+def test_hybrid_sharding_besides_a_domain(kind):
     """Copies over one axis, shards over another, samples cut over a third."""
     mesh = shared_mesh((2, 2, 2), ("copies", "shards", "domain"))
     _, x, y = problem()
@@ -318,13 +319,7 @@ def hybrid_and_domain(kind):
     wrapped = fully_shard(model, mesh=data) if kind == "FSDP2" else fsdp1(model, data, ShardingStrategy.HYBRID_SHARD)
     i = 2 * mesh["copies"].get_local_rank() + mesh["shards"].get_local_rank()
     train(wrapped, shard(x[i : i + 1], mesh["domain"], [Shard(2)], {0: CUTS[2]}), y[i : i + 1])
-    return check(wrapped, train_alone()[0])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["FSDP2", "FSDP1"])
-def test_hybrid_sharding_besides_a_domain(kind):
-    equal_on_all_ranks(run_distributed(hybrid_and_domain, 8, kind))
+    check(wrapped, train_alone()[0])
 
 
 def dtensors_in(wrapper, shape):
@@ -363,7 +358,11 @@ class Normed(nn.Sequential):
         super().__init__(nn.Conv2d(2, 3, 3), nn.BatchNorm2d(3), nn.GELU(), nn.AdaptiveAvgPool2d(1), nn.Flatten())
 
 
-def batch_norm(name):
+@needs_spmd
+@pytest.mark.parametrize("name", ["parallelize", "by hand, sharded over all"])
+@on_ranks(4)
+def test_batch_norm_on_the_whole_mesh_sees_the_whole_batch(name):
+    """Running statistics included: plain buffers with parallelize, DTensors by hand."""
     mesh = shared_mesh((2, 2), AXES)
     model, alone = SPMD[name](copy.deepcopy(problem(Normed)[0]), mesh), copy.deepcopy(problem(Normed)[0])
     train(model, *inputs(mesh, True))
@@ -371,34 +370,33 @@ def batch_norm(name):
     for (key, found), expected in zip(model.named_buffers(), alone.buffers()):
         found = found.full_tensor() if isinstance(found, DTensor) else found
         torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12, msg=f"{key}: {{}}".format)
-    return check(model, dict(alone.named_parameters()))
-
-
-@needs_spmd
-@pytest.mark.parametrize("name", ["parallelize", "by hand, sharded over all"])
-def test_batch_norm_on_the_whole_mesh_sees_the_whole_batch(name):
-    """Running statistics included: plain buffers with parallelize, DTensors by hand."""
-    equal_on_all_ranks(run_distributed(batch_norm, 4, name))
+    check(model, dict(alone.named_parameters()))
 
 
 # -- training as usual -------------------------------------------------------------------------------------------------
 
 
-def ten_steps(spmd):
+@both_ways
+@on_ranks(4)
+def test_ten_steps_of_adamw_with_activation_checkpointing(spmd):
+    """AdamW divides by the root of squared gradients, which enlarges differences in rounding: 1e-8."""
     mesh = shared_mesh((2, 2), AXES)
     model = copy.deepcopy(problem(Checkpointed)[0])
     parallelize(model, mesh, spmd=spmd, units=[nn.Conv2d])
     train(model, *inputs(mesh, spmd), optimizer=adamw, steps=10)
-    return check(model, train_alone(optimizer=adamw, steps=10)[0], rtol=1e-8)
+    check(model, train_alone(optimizer=adamw, steps=10)[0], rtol=1e-8)
 
 
-@both_ways
-def test_ten_steps_of_adamw_with_activation_checkpointing(spmd):
-    """AdamW divides by the root of squared gradients, which enlarges differences in rounding: 1e-8."""
-    equal_on_all_ranks(run_distributed(ten_steps, 4, spmd))
-
-
-def clipping(name, spmd):
+@pytest.mark.parametrize(
+    ("name", "spmd"),
+    [
+        ("DDP over dp", False),
+        ("FSDP2 over dp", False),
+        pytest.param("by hand, sharded over all", True, marks=needs_spmd),
+    ],
+)
+@on_ranks(4)
+def test_gradients_are_clipped_by_their_exact_norm(name, spmd):
     mesh = shared_mesh((2, 2), AXES)
     model = (SPMD if spmd else PLAIN)[name](copy.deepcopy(problem()[0]), mesh)
     (x, y), opt = inputs(mesh, spmd), sgd(model)
@@ -411,22 +409,12 @@ def clipping(name, spmd):
         found = found.full_tensor() if isinstance(found, DTensor) else found
         torch.testing.assert_close(found, norm, rtol=1e-10, atol=0)
         opt.step()
-    return check(model, expected)
+    check(model, expected)
 
 
-@pytest.mark.parametrize(
-    ("name", "spmd"),
-    [
-        ("DDP over dp", False),
-        ("FSDP2 over dp", False),
-        pytest.param("by hand, sharded over all", True, marks=needs_spmd),
-    ],
-)
-def test_gradients_are_clipped_by_their_exact_norm(name, spmd):
-    equal_on_all_ranks(run_distributed(clipping, 4, name, spmd))
-
-
-def accumulation(how):
+@pytest.mark.parametrize("how", ["DDP", "FSDP2", pytest.param("spmd", marks=needs_spmd)])
+@on_ranks(4)
+def test_gradients_accumulate_over_micro_batches(how):
     """Two micro-batches of two (SPMD: one and one); only the second is followed by communication between dp ranks."""
     spmd = how == "spmd"
     mesh = shared_mesh((2, 2), AXES)
@@ -453,12 +441,7 @@ def accumulation(how):
                 model.set_requires_gradient_sync(last)
             (F.mse_loss(model(part), y[rows]) / 2).backward()
         opt.step()
-    return check(model, train_alone()[0])
-
-
-@pytest.mark.parametrize("how", ["DDP", "FSDP2", pytest.param("spmd", marks=needs_spmd)])
-def test_gradients_accumulate_over_micro_batches(how):
-    equal_on_all_ranks(run_distributed(accumulation, 4, how))
+    check(model, train_alone()[0])
 
 
 @both_ways
@@ -694,7 +677,8 @@ def test_synchronize_and_check():
     run_distributed(different_seeds, 4)
 
 
-def sharded_weights():
+@on_ranks(4)
+def test_synchronize_after_wrapping():
     """Shards of FSDP2 differ along dp, rightly, and must be equal along domain."""
     mesh = shared_mesh((2, 2), AXES)
     torch.manual_seed(dist.get_rank())
@@ -706,11 +690,7 @@ def sharded_weights():
     whole = [p.full_tensor() for p in model.parameters()]
     with pytest.raises(ValueError, match=r"0.weight is on the meta device"):
         synchronize(nn.Sequential(nn.Linear(2, 2, device="meta")), mesh)
-    return torch.cat([w.reshape(-1) for w in whole]).detach()
-
-
-def test_synchronize_after_wrapping():
-    equal_on_all_ranks(run_distributed(sharded_weights, 4))
+    equal_on_all_ranks(torch.cat([w.reshape(-1) for w in whole]).detach())
 
 
 # -- weights that are cut ----------------------------------------------------------------------------------------------
@@ -728,32 +708,28 @@ class Embedded(nn.Module):
         return self.net(x + self.position)
 
 
-def position_embedding(wrapped):
+@pytest.mark.parametrize("wrapped", [False, True], ids=["alone", "FSDP2"])
+@on_ranks(4)
+def test_position_embeddings_may_be_cut_along_the_domain(wrapped):
     mesh = shared_mesh((2, 2), AXES)
-    model = copy.deepcopy(problem(Embedded)[0])
-    cut = distribute_tensor(model.position.detach(), mesh["domain"], [Shard(1)])
-    model.position = nn.Parameter(cut)
+    model, x, y = copy.deepcopy(problem(Embedded)[0]), *problem()[1:]
+    model.position = nn.Parameter(distribute_tensor(model.position.detach(), mesh["domain"], [Shard(1)]))
     if wrapped:
         fully_shard(model, mesh=mesh["dp"])
         train(model, *inputs(mesh, False))
-        return check(model, train_alone(Embedded)[0])
-    _, x, y = problem()
-    # torch updates no list with plain weights and DTensors in it, which is its default on GPUs.
-    sgd_one_by_one = functools.partial(sgd, foreach=False)
-    train(model, shard(x, mesh["domain"], [Shard(2)], {0: CUTS[2]}), y, sgd_one_by_one)
-    assert model.position.placements == (Shard(1),)
-    return check(model, train_alone(Embedded)[0])
-
-
-@pytest.mark.parametrize("wrapped", [False, True], ids=["alone", "FSDP2"])
-def test_position_embeddings_may_be_cut_along_the_domain(wrapped):
-    equal_on_all_ranks(run_distributed(position_embedding, 4, wrapped))
+    else:
+        # torch updates no list with plain weights and DTensors in it, which is its default on GPUs.
+        sgd_one_by_one = functools.partial(sgd, foreach=False)
+        train(model, shard(x, mesh["domain"], [Shard(2)], {0: CUTS[2]}), y, sgd_one_by_one)
+        assert model.position.placements == (Shard(1),)
+    check(model, train_alone(Embedded)[0])
 
 
 HEAD = {"head.0": "colwise", "head.2": "rowwise"}
 
 
-def head_over_the_domain():
+@on_ranks(4)
+def test_layers_after_a_pooling_can_be_cut_over_the_domain():
     """All ranks of a domain would do the same after the pooling; cut, each does its part."""
     mesh = shared_mesh((2, 2), AXES)
     model = copy.deepcopy(problem()[0])
@@ -761,11 +737,7 @@ def head_over_the_domain():
     parallelize_module(model, mesh["domain"], plan)
     fully_shard(model, mesh=mesh["dp"])
     train(model, *inputs(mesh, False))
-    return check(model, train_alone()[0])
-
-
-def test_layers_after_a_pooling_can_be_cut_over_the_domain():
-    equal_on_all_ranks(run_distributed(head_over_the_domain, 4))
+    check(model, train_alone()[0])
 
 
 @on_ranks(4)
@@ -827,19 +799,16 @@ def test_layers_are_chosen_by_patterns_of_their_names():
     check(model, train_alone()[0])
 
 
-def three_axes(shape, spmd):
+@pytest.mark.parametrize("shape", [(1, 2, 2), (2, 2, 1), (2, 1, 2), pytest.param((2, 2, 2), marks=pytest.mark.slow)])
+@both_ways
+@on_ranks("shape")
+def test_data_domain_and_tensor_parallel_on_one_mesh(shape, spmd):
     mesh = shared_mesh(shape, ("dp", "domain", "tp"))
     model = copy.deepcopy(problem()[0])
     done = parallelize(model, mesh, tensor="tp", plan=HEAD, spmd=spmd)
     assert done.inputs.mesh_dim_names == (("dp", "domain", "tp") if spmd else ("domain", "tp"))
     train(model, *inputs(mesh, spmd, tensor=True))
-    return check(model, train_alone()[0])
-
-
-@pytest.mark.parametrize("shape", [(1, 2, 2), (2, 2, 1), (2, 1, 2), pytest.param((2, 2, 2), marks=pytest.mark.slow)])
-@both_ways
-def test_data_domain_and_tensor_parallel_on_one_mesh(shape, spmd):
-    equal_on_all_ranks(run_distributed(three_axes, math.prod(shape), shape, spmd))
+    check(model, train_alone()[0])
 
 
 # -- the helper --------------------------------------------------------------------------------------------------------

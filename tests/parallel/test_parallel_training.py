@@ -26,7 +26,6 @@ from test_parallel import (
     adamw,
     both_ways,
     check,
-    equal_on_all_ranks,
     inputs,
     needs_spmd,
     problem,
@@ -132,7 +131,7 @@ def clipped(wrapper, clip, axes, spmd, tensor=False):
         assert norm > 0.05
         torch.testing.assert_close(found, norm, rtol=1e-10, atol=0)
         opt.step()
-    return check(model, expected)
+    check(model, expected)
 
 
 def by_torch(model, max_norm):
@@ -157,7 +156,8 @@ THREE = ("dp", "domain", "tp")
 WITH_TENSOR_AXIS = {"three axes": three_axes, "three axes, spmd": three_axes_spmd}
 
 
-def clipped_by_fsdp1():
+@on_ranks(4)
+def test_fsdp1_clips_by_the_exact_norm():
     """In float32, as FSDP1 computes norms in no other dtype."""
     mesh = shared_mesh((2, 2), AXES)
     model, (x, y) = PLAIN["FSDP1 over dp"](copy.deepcopy(problem()[0]).float(), mesh), inputs(mesh, False)
@@ -165,23 +165,19 @@ def clipped_by_fsdp1():
     F.mse_loss(model(x.float()), y.float()).backward()
     torch.testing.assert_close(model.clip_grad_norm_(0.05).double(), norm, rtol=1e-5, atol=0)
     opt.step()
-    return check(model, {name: weight.float() for name, weight in expected.items()}, rtol=1e-5)
-
-
-def test_fsdp1_clips_by_the_exact_norm():
-    equal_on_all_ranks(run_distributed(clipped_by_fsdp1, 4))
+    check(model, {name: weight.float() for name, weight in expected.items()}, rtol=1e-5)
 
 
 def test_the_helper_clips_as_torch_does():
     """Where all gradients lie on one mesh, or are plain."""
     for name in ("FSDP2 over dp", "DDP over dp"):
-        equal_on_all_ranks(run_distributed(clipped, 4, name, by_helper, AXES, False))
+        run_distributed(clipped, 4, name, by_helper, AXES, False)
 
 
 @pytest.mark.slow
 def test_clipping_where_some_weights_are_cut_over_a_tensor_axis():
     """Their norms lie on two meshes, which only the helper adds up; with SPMD there is one."""
-    equal_on_all_ranks(run_distributed(clipped, 8, "three axes", by_helper, THREE, False, True))
+    run_distributed(clipped, 8, "three axes", by_helper, THREE, False, True)
     for error in run_expecting_errors(clipped, 8, "three axes", by_torch, THREE, False, True):
         assert isinstance(error, RuntimeError) and "same mesh" in str(error)
 
@@ -189,7 +185,7 @@ def test_clipping_where_some_weights_are_cut_over_a_tensor_axis():
 @pytest.mark.slow
 @needs_spmd
 def test_clipping_where_all_weights_lie_on_three_axes():
-    equal_on_all_ranks(run_distributed(clipped, 8, "three axes, spmd", by_torch, THREE, True, True))
+    run_distributed(clipped, 8, "three axes, spmd", by_torch, THREE, True, True)
 
 
 def accumulated(name):
@@ -209,11 +205,11 @@ def accumulated(name):
             else:
                 (F.mse_loss(model(part), y[rows]) / 2).backward()
         opt.step()
-    return check(model, train_alone()[0])
+    check(model, train_alone()[0])
 
 
 def test_fsdp1_accumulates_without_sync():
-    equal_on_all_ranks(run_distributed(accumulated, 4, "FSDP1 over dp"))
+    run_distributed(accumulated, 4, "FSDP1 over dp")
 
 
 @pytest.mark.parametrize("how", ["FSDP1", "autocast in DDP"])
@@ -242,19 +238,16 @@ def test_mixed_precision(how):
             assert (p.grad - q.grad).norm() < 0.05 * q.grad.norm() + 2e-3, name
 
 
-def no_wrapper(optimizer, foreach):
+@pytest.mark.parametrize("foreach", [False, True], ids=["one by one", "foreach"])
+@pytest.mark.parametrize("optimizer", [sgd, adamw], ids=["SGD", "AdamW"])
+@on_ranks(2)
+def test_dtensor_weights_in_no_wrapper(optimizer, foreach):
     """Gradients of DTensor weights are contributions; an optimizer adds them up when it reads them."""
     mesh = shared_mesh(2)
     model = distribute_module(copy.deepcopy(problem()[0]), mesh)
     x = shard(problem()[1], mesh, [Shard(2)], {0: CUTS[2]})
     train(model, x, problem()[2], functools.partial(optimizer, foreach=foreach))
-    return check(model, train_alone(optimizer=optimizer)[0], rtol=1e-10 if optimizer is sgd else 1e-8)
-
-
-@pytest.mark.parametrize("foreach", [False, True], ids=["one by one", "foreach"])
-@pytest.mark.parametrize("optimizer", [sgd, adamw], ids=["SGD", "AdamW"])
-def test_dtensor_weights_in_no_wrapper(optimizer, foreach):
-    equal_on_all_ranks(run_distributed(no_wrapper, 2, optimizer, foreach))
+    check(model, train_alone(optimizer=optimizer)[0], rtol=1e-10 if optimizer is sgd else 1e-8)
 
 
 # -- gradients of gradients --------------------------------------------------------------------------------------------
@@ -284,8 +277,7 @@ def penalty(names, spmd):
     for name in names:
         model = (SPMD if spmd else PLAIN)[name](copy.deepcopy(problem()[0]), mesh)
         penalized(model, *inputs(mesh, spmd))
-        weights = check(model, dict(alone.named_parameters()))
-    return weights
+        check(model, dict(alone.named_parameters()))
 
 
 @both_ways
@@ -294,7 +286,7 @@ def test_gradient_penalties(spmd, several):
     table = SPMD if spmd else PLAIN
     fit = [n for n in table if "FSDP1" not in n and n != "by hand, without hooks"]
     names = fit if several else [n for n in fit if n in ("FSDP2 over dp", "parallelize, sharded over all")]
-    equal_on_all_ranks(run_distributed(penalty, 4, names, spmd))
+    run_distributed(penalty, 4, names, spmd)
 
 
 # -- tensor parallel ---------------------------------------------------------------------------------------------------
@@ -435,7 +427,7 @@ def ten_steps_on_the_globe(shape, spmd, shard_over):
         mine = [shard(t.chunk(n)[i], at, [Shard(2)], {0: ROWS[shape[1]]}) for t in (x, y)]
     learn(model, *mine, steps=10)
     learn(alone, x, y, steps=10)
-    return check(model, dict(alone.named_parameters()), rtol=1e-7)
+    check(model, dict(alone.named_parameters()), rtol=1e-7)
 
 
 @pytest.mark.parametrize(
@@ -452,4 +444,4 @@ def ten_steps_on_the_globe(shape, spmd, shard_over):
 def test_ten_steps_of_adamw_on_the_globe_network(shape, spmd, shard_over):
     """The weights of one process, to 1e-7: AdamW enlarges rounding where a gradient is nearly zero."""
     ranks = shape[0] * shape[1]
-    equal_on_all_ranks(run_distributed(ten_steps_on_the_globe, ranks, shape, spmd, shard_over, timeout=300))
+    run_distributed(ten_steps_on_the_globe, ranks, shape, spmd, shard_over, timeout=300)
