@@ -1,7 +1,7 @@
 """What every network of another package is held to: on two ranks it does what it does on one device.
 
-A module of networks names its ``PACKAGE``, lists its ``NETWORKS``, and gives the names of these to :func:`check`; a few
-run always, the others with ``-m slow``, and all of a package that is not installed are skipped.
+A module of networks names its ``PACKAGE``, lists its ``NETWORKS``, and makes their test by :func:`all_exact`; a few run
+always, the others with ``-m slow``, and all of a package that is not installed are skipped.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import Shard
 
 from shardtensor import UnsupportedSharding
-from shardtensor.testing import count_communication, shard, shared_mesh
+from shardtensor.testing import count_communication, run_distributed, shard, shared_mesh
 
 
 def normal(shape: tuple[int, ...]) -> Tensor:
@@ -78,6 +78,29 @@ class Network:
 def names(networks: Iterable[str], always: Sequence[str] = ()) -> list[Any]:
     """Parameters of a test: those not in ``always`` are slow."""
     return [pytest.param(name, marks=() if name in always else pytest.mark.slow) for name in networks]
+
+
+def all_exact(module: str, networks: Iterable[str], always: Sequence[str] = (), of_packages: bool = False) -> Any:
+    """The test that networks of a module do on two ranks what they do in one process. ``of_packages``: each name begins
+    with a package, without which it is skipped."""
+    return _each(check, module, networks, always, of_packages)
+
+
+def all_refused(module: str, networks: Iterable[str], always: Sequence[str] = (), of_packages: bool = False) -> Any:
+    """The test that networks of a module are refused, as its ``REFUSED`` says."""
+    return _each(check_refused, module, networks, always, of_packages)
+
+
+def _each(
+    check: Callable[[str, str], None], module: str, networks: Iterable[str], always: Sequence[str], of_packages: bool
+) -> Any:
+    @pytest.mark.parametrize("name", names(networks, always))
+    def test(name: str) -> None:
+        if of_packages:
+            pytest.importorskip(name.split(",")[0])
+        run_distributed(check, 2, module, name, timeout=300.0)
+
+    return test
 
 
 def text(*shape: int) -> Tensor:

@@ -7,9 +7,8 @@ from typing import Any
 import pytest
 from torch import nn
 
-from networks.oracle import Network, check, names
+from networks.oracle import Network, all_exact
 from networks.programs import layer
-from shardtensor.testing import run_distributed
 
 PACKAGE = "torch"
 peft = pytest.importorskip("peft")
@@ -75,6 +74,4 @@ NETWORKS = {
 }
 
 
-@pytest.mark.parametrize("name", names(NETWORKS))
-def test_networks_are_exact(name):
-    run_distributed(check, 2, __name__, name, timeout=300.0)
+test_networks_are_exact = all_exact(__name__, NETWORKS)

@@ -7,14 +7,12 @@ import sys
 from types import ModuleType
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor, nn
 
 from networks import torchvision_set_up  # noqa: F401  # before a package imports torchvision
-from networks.oracle import Network, check, names, text
+from networks.oracle import Network, all_exact, text
 from networks.programs import layer, load, of
-from shardtensor.testing import run_distributed
 
 PACKAGE = "torch"
 
@@ -112,7 +110,4 @@ NETWORKS = {
 }
 
 
-@pytest.mark.parametrize("name", names(NETWORKS, always=("julius, FFTConv1d",)))
-def test_networks_are_exact(name):
-    pytest.importorskip(name.split(",")[0])
-    run_distributed(check, 2, __name__, name, timeout=300.0)
+test_networks_are_exact = all_exact(__name__, NETWORKS, always=("julius, FFTConv1d",), of_packages=True)

@@ -14,8 +14,7 @@ from torch import nn
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "vae"))
 from autoencoders import AUTOENCODERS, BLOCKS, CODER, IMAGE, VIDEO, WAN, there_and_back
 
-from networks.oracle import Network, check, names
-from shardtensor.testing import run_distributed
+from networks.oracle import Network, all_exact
 
 PACKAGE = "diffusers"
 pytest.importorskip(PACKAGE)
@@ -271,6 +270,4 @@ for _name in (
     NETWORKS[_name] = replace(NETWORKS[_name], half=True)
 
 
-@pytest.mark.parametrize("name", names(NETWORKS, always=("AutoencoderKLLTX2Video, columns",)))
-def test_networks_are_exact(name):
-    run_distributed(check, 2, __name__, name, timeout=300.0)
+test_networks_are_exact = all_exact(__name__, NETWORKS, always=("AutoencoderKLLTX2Video, columns",))

@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 
-from networks.oracle import Network, check, names
-from shardtensor.testing import run_distributed
+from networks.oracle import Network, all_exact
 
 PACKAGE = "anemoi.models.layers.bounding"
 pytest.importorskip(PACKAGE)
@@ -26,6 +25,4 @@ NETWORKS = {
 }
 
 
-@pytest.mark.parametrize("name", names(NETWORKS, always=("ReluBounding",)))
-def test_networks_are_exact(name):
-    run_distributed(check, 2, __name__, name, timeout=300.0)
+test_networks_are_exact = all_exact(__name__, NETWORKS, always=("ReluBounding",))

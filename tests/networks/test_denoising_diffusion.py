@@ -12,9 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from networks import torchvision_set_up  # noqa: F401  # before the package imports torchvision
-from networks.oracle import Network, check, names
+from networks.oracle import Network, all_exact
 from networks.programs import drawn_whole
-from shardtensor.testing import run_distributed
 
 PACKAGE = "denoising_diffusion_pytorch"
 pytest.importorskip(PACKAGE)
@@ -178,6 +177,4 @@ PROCESSES = {
 NETWORKS = {**DENOISERS, **PROCESSES}
 
 
-@pytest.mark.parametrize("name", names(NETWORKS, always=("GaussianDiffusion",)))
-def test_networks_are_exact(name):
-    run_distributed(check, 2, __name__, name, timeout=300.0)
+test_networks_are_exact = all_exact(__name__, NETWORKS, always=("GaussianDiffusion",))

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 from torch import Tensor, nn
 
-from networks.oracle import Network, check, names, text
+from networks.oracle import Network, all_exact, text
 from networks.programs import load
-from shardtensor.testing import run_distributed
 
 PACKAGE = "torch"
 
@@ -92,7 +90,4 @@ NETWORKS = {
 }
 
 
-@pytest.mark.parametrize("name", names(NETWORKS))
-def test_networks_are_exact(name):
-    pytest.importorskip(name.split(",")[0])
-    run_distributed(check, 2, __name__, name, timeout=300.0)
+test_networks_are_exact = all_exact(__name__, NETWORKS, of_packages=True)

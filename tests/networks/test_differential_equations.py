@@ -9,13 +9,11 @@ from functools import partial
 from typing import Any
 
 import numpy
-import pytest
 import torch
 from torch import Tensor, nn
 
-from networks.oracle import Network, check, names
+from networks.oracle import Network, all_exact
 from networks.programs import layer, load, of
-from shardtensor.testing import run_distributed
 
 PACKAGE = "torch"
 STATES, PATHS = (21, 6), (5, 9, 3)
@@ -140,7 +138,4 @@ NETWORKS = {
 }
 
 
-@pytest.mark.parametrize("name", names(NETWORKS, always=("torchsde, euler",)))
-def test_networks_are_exact(name):
-    pytest.importorskip(name.split(",")[0])
-    run_distributed(check, 2, __name__, name, timeout=300.0)
+test_networks_are_exact = all_exact(__name__, NETWORKS, always=("torchsde, euler",), of_packages=True)

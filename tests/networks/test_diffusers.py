@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from networks.oracle import Network, check, names, text
-from shardtensor.testing import run_distributed
+from networks.oracle import Network, all_exact, text
 
 PACKAGE = "diffusers"
 pytest.importorskip(PACKAGE)
@@ -216,6 +215,4 @@ NETWORKS = {
 }
 
 
-@pytest.mark.parametrize("name", names(NETWORKS, always=("UNet2DCondition",)))
-def test_networks_are_exact(name):
-    run_distributed(check, 2, __name__, name, timeout=300.0)
+test_networks_are_exact = all_exact(__name__, NETWORKS, always=("UNet2DCondition",))

@@ -9,9 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from networks.oracle import Network, check, names
+from networks.oracle import Network, all_exact
 from networks.programs import drawn_whole
-from shardtensor.testing import run_distributed
 
 PACKAGE = "diffusers"
 diffusers = pytest.importorskip(PACKAGE)
@@ -60,6 +59,4 @@ NETWORKS = {
 }
 
 
-@pytest.mark.parametrize("name", names(NETWORKS, always=("DDIM",)))
-def test_networks_are_exact(name):
-    run_distributed(check, 2, __name__, name, timeout=300.0)
+test_networks_are_exact = all_exact(__name__, NETWORKS, always=("DDIM",))

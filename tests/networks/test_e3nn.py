@@ -10,9 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import normalize
 
-from networks.oracle import Network, check, names
+from networks.oracle import Network, all_exact
 from networks.programs import of
-from shardtensor.testing import run_distributed
 
 PACKAGE = "e3nn"
 torch.serialization.add_safe_globals([slice])  # which e3nn 0.4.4 has among the constants that it loads
@@ -56,6 +55,4 @@ NETWORKS = {
 }
 
 
-@pytest.mark.parametrize("name", names(NETWORKS, always=("Norm",)))
-def test_networks_are_exact(name):
-    run_distributed(check, 2, __name__, name, timeout=300.0)
+test_networks_are_exact = all_exact(__name__, NETWORKS, always=("Norm",))

@@ -7,9 +7,8 @@ from collections.abc import Callable
 import pytest
 from torch import Tensor, nn
 
-from networks.oracle import check, check_refused, names, text
+from networks.oracle import all_exact, all_refused, text
 from networks.programs import layer, of
-from shardtensor.testing import run_distributed
 
 PACKAGE = "torch"
 gpytorch = pytest.importorskip("gpytorch")
@@ -76,11 +75,5 @@ NETWORKS = {
 REFUSED = {"GridInterpolationKernel": r"a sparse tensor's constructor: .*Remedy: make it of plain tensors"}
 
 
-@pytest.mark.parametrize("name", names([name for name in NETWORKS if name not in REFUSED], always=("ScaleKernel",)))
-def test_networks_are_exact(name):
-    run_distributed(check, 2, __name__, name, timeout=300.0)
-
-
-@pytest.mark.parametrize("name", names(REFUSED))
-def test_refusals_say_what_to_do(name):
-    run_distributed(check_refused, 2, __name__, name, timeout=300.0)
+test_networks_are_exact = all_exact(__name__, [n for n in NETWORKS if n not in REFUSED], always=("ScaleKernel",))
+test_refusals_say_what_to_do = all_refused(__name__, REFUSED)

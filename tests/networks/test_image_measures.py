@@ -5,14 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
 from seeded import seeded
 from torch import Tensor, nn
 
-from networks.oracle import Network, check, names
+from networks.oracle import Network, all_exact
 from networks.programs import load
-from shardtensor.testing import run_distributed
 
 PACKAGE = "torch"
 
@@ -110,9 +108,6 @@ WAVELETS = {
 NETWORKS = {**MEASURES, **DISTANCES, **WAVELETS}
 
 
-@pytest.mark.parametrize(
-    "name", names(NETWORKS, ["piq, rgb2lab", "geomloss, Laplacian", "ptwt, WaveletPacket"])
+test_programs_are_exact = all_exact(
+    __name__, NETWORKS, ["piq, rgb2lab", "geomloss, Laplacian", "ptwt, WaveletPacket"], of_packages=True
 )
-def test_programs_are_exact(name):
-    pytest.importorskip(name.split(",")[0])
-    run_distributed(check, 2, __name__, name, timeout=300.0)

@@ -11,8 +11,7 @@ import torch
 from seeded import seeded
 from torch import Tensor, nn
 
-from networks.oracle import Network, check, names
-from shardtensor.testing import run_distributed
+from networks.oracle import Network, all_exact
 
 PACKAGE = "kornia"
 pytest.importorskip(PACKAGE)
@@ -417,6 +416,4 @@ COLORS = {
 NETWORKS = {**FILTERS, **FEATURES, **MODELS, **WARPS, **LOSSES, **COLORS}
 
 
-@pytest.mark.parametrize("name", names(NETWORKS))
-def test_networks_are_exact(name):
-    run_distributed(check, 2, __name__, name, timeout=300.0)
+test_networks_are_exact = all_exact(__name__, NETWORKS)

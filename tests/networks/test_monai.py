@@ -9,9 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from networks.oracle import Network, check, integers, names, text
+from networks.oracle import Network, all_exact, integers, text
 from networks.programs import drawn_whole
-from shardtensor.testing import run_distributed
 
 PACKAGE = "monai.networks.nets"
 pytest.importorskip(PACKAGE)
@@ -220,6 +219,4 @@ NETWORKS |= {
 }
 
 
-@pytest.mark.parametrize("name", names(NETWORKS))
-def test_networks_are_exact(name):
-    run_distributed(check, 2, __name__, name, timeout=300.0)
+test_networks_are_exact = all_exact(__name__, NETWORKS)

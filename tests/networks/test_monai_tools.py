@@ -12,9 +12,8 @@ import torch
 from seeded import seeded
 from torch import Tensor, nn
 
-from networks.oracle import Network, check, check_refused, integers, names, text
+from networks.oracle import Network, all_exact, all_refused, integers, text
 from networks.programs import load
-from shardtensor.testing import run_distributed
 
 PACKAGE = "monai"
 pytest.importorskip(PACKAGE)
@@ -286,11 +285,5 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("name", names([name for name in NETWORKS if name not in REFUSED], ["MaxAvgPool"]))
-def test_programs_are_exact(name):
-    run_distributed(check, 2, __name__, name, timeout=300.0)
-
-
-@pytest.mark.parametrize("name", names(REFUSED))
-def test_what_is_refused_is_refused_on_every_rank(name):
-    run_distributed(check_refused, 2, __name__, name, timeout=300.0)
+test_programs_are_exact = all_exact(__name__, [name for name in NETWORKS if name not in REFUSED], ["MaxAvgPool"])
+test_what_is_refused_is_refused_on_every_rank = all_refused(__name__, REFUSED)

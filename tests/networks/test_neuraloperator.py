@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import Shard
 from torch.nn.functional import mse_loss
 
-from networks.oracle import Network, assert_near, check, names
-from shardtensor.testing import run_distributed, shard, shared_mesh
+from networks.oracle import Network, all_exact, assert_near
+from shardtensor.testing import shard, shared_mesh
 
 PACKAGE = "neuralop"
 pytest.importorskip(PACKAGE)
@@ -288,9 +288,7 @@ LAYERS: dict[str, Network] = {
 NETWORKS = {**{name: replace(network, make=doubled(network.make)) for name, network in MODELS.items()}, **LAYERS}
 
 
-@pytest.mark.parametrize("name", names(NETWORKS))
-def test_networks_are_exact(name):
-    run_distributed(check, 2, __name__, name, timeout=300.0)
+test_networks_are_exact = all_exact(__name__, NETWORKS)
 
 
 def losses(n_dim: int) -> dict[str, Any]:

@@ -11,14 +11,12 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor, nn
 
 from networks import torchvision_set_up  # noqa: F401  # before a package imports torchvision
-from networks.oracle import Network, check, names
+from networks.oracle import Network, all_exact
 from networks.programs import layer, load, of
-from shardtensor.testing import run_distributed
 
 PACKAGE = "torch"
 torch.serialization.add_safe_globals([slice])  # which e3nn 0.4.4 has among the constants that it loads
@@ -340,7 +338,4 @@ IMAGES = {
 NETWORKS = {**EQUATIONS, **LOSSES, **TOOLS, **SEQUENCES, **IMAGES}
 
 
-@pytest.mark.parametrize("name", names(NETWORKS))
-def test_networks_are_exact(name):
-    pytest.importorskip(name.split(",")[0])
-    run_distributed(check, 2, __name__, name, timeout=300.0)
+test_networks_are_exact = all_exact(__name__, NETWORKS, of_packages=True)

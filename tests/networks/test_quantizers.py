@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from networks.oracle import Network, check, names
-from shardtensor.testing import run_distributed
+from networks.oracle import Network, all_exact
 
 PACKAGE = "vector_quantize_pytorch"
 pytest.importorskip(PACKAGE)
@@ -74,6 +73,4 @@ NETWORKS = {
 }
 
 
-@pytest.mark.parametrize("name", names(NETWORKS, always=("GroupedResidualVQ",)))
-def test_networks_are_exact(name):
-    run_distributed(check, 2, __name__, name, timeout=300.0)
+test_networks_are_exact = all_exact(__name__, NETWORKS, always=("GroupedResidualVQ",))

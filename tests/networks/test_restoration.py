@@ -10,9 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from networks.oracle import Network, check, names, normal, uniform
+from networks.oracle import Network, all_exact, normal, uniform
 from networks.programs import load
-from shardtensor.testing import run_distributed
 
 PACKAGE = "spandrel"
 pytest.importorskip(PACKAGE)
@@ -117,6 +116,4 @@ NETWORKS = {
 }
 
 
-@pytest.mark.parametrize("name", names(NETWORKS))
-def test_networks_are_exact(name):
-    run_distributed(check, 2, __name__, name, timeout=300.0)
+test_networks_are_exact = all_exact(__name__, NETWORKS)

@@ -7,14 +7,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor, nn
 
 from networks import torchvision_set_up  # noqa: F401  # before a package imports torchvision
-from networks.oracle import Network, check, check_refused, names, text
+from networks.oracle import Network, all_exact, all_refused, text
 from networks.programs import layer, load, of, of_ids
-from shardtensor.testing import run_distributed
 
 PACKAGE = "torch"
 TOKENS, HEADS, SERIES = (2, 21, 16), (2, 2, 21, 8), (5, 48)
@@ -205,15 +203,7 @@ REFUSED = {
 }  # the tokens of an expert
 
 
-@pytest.mark.parametrize(
-    "name", names([name for name in NETWORKS if name not in REFUSED], always=("nystrom_attention",))
+test_networks_are_exact = all_exact(
+    __name__, [name for name in NETWORKS if name not in REFUSED], always=("nystrom_attention",), of_packages=True
 )
-def test_networks_are_exact(name):
-    pytest.importorskip(name.split(",")[0])
-    run_distributed(check, 2, __name__, name, timeout=300.0)
-
-
-@pytest.mark.parametrize("name", names(REFUSED))
-def test_refusals_say_what_to_do(name):
-    pytest.importorskip(name.split(",")[0])
-    run_distributed(check_refused, 2, __name__, name, timeout=300.0)
+test_refusals_say_what_to_do = all_refused(__name__, REFUSED, of_packages=True)

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import one_hot
 
-from networks.oracle import Network, check, names
-from shardtensor.testing import run_distributed
+from networks.oracle import Network, all_exact
 
 PACKAGE = "timm"
 pytest.importorskip(PACKAGE)
@@ -137,6 +136,4 @@ NETWORKS = {
 }
 
 
-@pytest.mark.parametrize("name", names(NETWORKS, always=("optimizer lamb",)))
-def test_networks_are_exact(name):
-    run_distributed(check, 2, __name__, name, timeout=300.0)
+test_networks_are_exact = all_exact(__name__, NETWORKS, always=("optimizer lamb",))

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor, nn
 from torch.autograd import graph
@@ -16,8 +15,7 @@ from torch.nn.utils import parametrizations, prune
 from torch.optim import swa_utils
 from torch.utils import checkpoint
 
-from networks.oracle import Network, check, check_refused, names
-from shardtensor.testing import run_distributed
+from networks.oracle import Network, all_exact, all_refused
 
 PACKAGE = "torch"
 STATES, IMAGES = (21, 6), (2, 3, 24, 16)
@@ -211,11 +209,5 @@ WEIGHTS = {
 NETWORKS = {**TRANSFORMS, **WRAPPED, **WEIGHTS}
 
 
-@pytest.mark.parametrize("name", names([n for n in NETWORKS if n not in REFUSED], always=("vmap of grad",)))
-def test_networks_are_exact(name):
-    run_distributed(check, 2, __name__, name, timeout=300.0)
-
-
-@pytest.mark.parametrize("name", names(REFUSED))
-def test_refusals_say_what_to_do(name):
-    run_distributed(check_refused, 2, __name__, name, timeout=300.0)
+test_networks_are_exact = all_exact(__name__, [n for n in NETWORKS if n not in REFUSED], always=("vmap of grad",))
+test_refusals_say_what_to_do = all_refused(__name__, REFUSED)

@@ -11,7 +11,7 @@ from on_ranks import on_ranks
 from torch import Tensor, nn
 from torch.distributed.tensor import Replicate, Shard
 
-from networks.oracle import Network, check, names
+from networks.oracle import Network, all_exact
 from shardtensor.testing import assert_matches_unsharded, count_communication, run_distributed, shard, shared_mesh
 
 PACKAGE = "torch_harmonics"
@@ -149,9 +149,7 @@ MODELS = both(
 NETWORKS = {**TRANSFORMS, **LOCAL, **MODELS}
 
 
-@pytest.mark.parametrize("name", names(NETWORKS, always=("RealSHT rows", "DISCO rows", "NeighborhoodAttentionS2 rows")))
-def test_networks_are_exact(name):
-    run_distributed(check, 2, __name__, name, timeout=300.0)
+test_networks_are_exact = all_exact(__name__, NETWORKS, ("RealSHT rows", "DISCO rows", "NeighborhoodAttentionS2 rows"))
 
 
 def attention(grid: tuple[int, int], to: tuple[int, int]) -> Any:

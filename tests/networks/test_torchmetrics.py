@@ -13,9 +13,9 @@ from seeded import seeded
 from torch import Tensor, nn
 from torch.distributed.tensor import Shard
 
-from networks.oracle import Network, check, check_refused, integers, names
+from networks.oracle import Network, all_exact, all_refused, integers
 from networks.programs import load
-from shardtensor.testing import assert_matches_unsharded, run_distributed
+from shardtensor.testing import assert_matches_unsharded
 
 PACKAGE = "torchmetrics"
 pytest.importorskip(PACKAGE)
@@ -288,11 +288,5 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("name", names([name for name in NETWORKS if name not in REFUSED], ["total_variation"]))
-def test_measures_are_exact(name):
-    run_distributed(check, 2, __name__, name, timeout=300.0)
-
-
-@pytest.mark.parametrize("name", names(REFUSED))
-def test_what_is_refused_is_refused_on_every_rank(name):
-    run_distributed(check_refused, 2, __name__, name, timeout=300.0)
+test_measures_are_exact = all_exact(__name__, [name for name in NETWORKS if name not in REFUSED], ["total_variation"])
+test_what_is_refused_is_refused_on_every_rank = all_refused(__name__, REFUSED)

@@ -12,8 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from networks.oracle import Network, check, names
-from shardtensor.testing import run_distributed
+from networks.oracle import Network, all_exact
 
 PACKAGE = "torchvision"
 pytest.importorskip(PACKAGE)
@@ -183,6 +182,4 @@ NETWORKS = {
 }
 
 
-@pytest.mark.parametrize("name", names(NETWORKS))
-def test_networks_are_exact(name):
-    run_distributed(check, 2, __name__, name, timeout=300.0)
+test_networks_are_exact = all_exact(__name__, NETWORKS)

@@ -11,8 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from networks.oracle import Network, check, check_refused, names
-from shardtensor.testing import run_distributed
+from networks.oracle import Network, all_exact, all_refused
 
 PACKAGE = "transformers"
 pytest.importorskip(PACKAGE)
@@ -422,11 +421,5 @@ REFUSED = {"Mixtral": r"_grouped_mm\.default: experts and scales are those of al
 EXACT = [name for name in NETWORKS if name not in REFUSED]
 
 
-@pytest.mark.parametrize("name", names(EXACT, always=("SegFormer", "BERT")))
-def test_networks_are_exact(name):
-    run_distributed(check, 2, __name__, name, timeout=300.0)
-
-
-@pytest.mark.parametrize("name", names(REFUSED))
-def test_refusals_say_what_to_do(name):
-    run_distributed(check_refused, 2, __name__, name, timeout=300.0)
+test_networks_are_exact = all_exact(__name__, EXACT, always=("SegFormer", "BERT"))
+test_refusals_say_what_to_do = all_refused(__name__, REFUSED)

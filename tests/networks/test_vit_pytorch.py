@@ -12,9 +12,9 @@ import torch
 from on_ranks import on_ranks
 from torch import Tensor, nn
 
-from networks.oracle import Network, check, cut, names
+from networks.oracle import Network, all_exact, cut
 from shardtensor import UnsupportedSharding
-from shardtensor.testing import run_distributed, run_expecting_errors
+from shardtensor.testing import run_expecting_errors
 
 PACKAGE = "vit_pytorch"
 
@@ -457,9 +457,7 @@ NETWORKS |= {
 }
 
 
-@pytest.mark.parametrize("name", names(NETWORKS, always=("NaViT",)))
-def test_networks_are_exact(name):
-    run_distributed(check, 2, __name__, name, timeout=300.0)
+test_networks_are_exact = all_exact(__name__, NETWORKS, always=("NaViT",))
 
 
 # The tokens are a reshape that moves them between ranks, and positions are added in place to what is a copy there.

@@ -11,8 +11,7 @@ import torch
 from seeded import seeded
 from torch import nn
 
-from networks.oracle import Network, check, names, text
-from shardtensor.testing import run_distributed
+from networks.oracle import Network, all_exact, text
 
 PACKAGE = "x_transformers"
 pytest.importorskip(PACKAGE)
@@ -334,6 +333,4 @@ NETWORKS |= {
 }
 
 
-@pytest.mark.parametrize("name", names(NETWORKS, always=("ViT, flash", "ids")))
-def test_networks_are_exact(name):
-    run_distributed(check, 2, __name__, name, timeout=300.0)
+test_networks_are_exact = all_exact(__name__, NETWORKS, always=("ViT, flash", "ids"))
