@@ -49,6 +49,7 @@ def cases():
     add("two-dim index", lambda x: x[:, j])
     rows, columns = (index.cpu().numpy() for index in (i, j))
     add("lists and arrays", lambda x: x[:, [[0, 1], [6, -1]]] * x[:, columns, :, None][..., 0] * x[0, rows[3]])
+    add("nothing selected", lambda x: x[:, i[:0]].sum() + x.sum())
     add("list of truth values", lambda x: x[:, [True, False, False, True, False, True, True]].exp())
     add("two indices", lambda x: x[:, j, j])
     add("three indices", lambda x: x[j[:, :1], j, j])
@@ -58,6 +59,7 @@ def cases():
     add("mask", lambda x: x[:, torch.arange(7) % 3 == 1])
     add("mask of two dims", lambda x: x[:, torch.arange(42).view(7, 6) % 5 == 1].exp())
     add("gather", lambda x: x.gather(1, numbers(5, 9, 6)))
+    add("sort and unsort", lambda x: x.gather(1, x.argsort(1)).sort(1, descending=True)[0])
     add("gather of a part", lambda x: x.gather(2, numbers(3, 4, 5)).exp())
     add("gather by a ShardTensor", lambda x: torch.gather(x, 1, (x.detach() * 100).long() % 7))
     add("gather by a part", lambda x: torch.gather(x, 1, (x[:4, :3, 1:].detach() * 100).long() % 7))
@@ -70,6 +72,7 @@ def cases():
     add("searchsorted", lambda x: torch.searchsorted(x.detach().sort(1)[0].mT.contiguous(), numbers(5, 6, 4) - 2.5))
     add("bucketize", lambda x: torch.bucketize((x * 2).detach(), x.detach()[0, :, 0].sort()[0], right=True))
     # writing
+    row = torch.arange(6.0).double()
     s, t = numbers(5, 4, 6, high=7), torch.tensor([5, 0, 3])
     add("scatter", lambda x: x.scatter(1, torch.tensor([6, 2])[:, None].expand(5, 2, 6), x[:, 3:5].exp()))
     add("scatter a number", lambda x: x.scatter(1, s, 1.5))
@@ -88,6 +91,7 @@ def cases():
     add("index_copy", lambda x: x.index_copy(1, t, x[:, 3:6].exp()))
     add("index_fill", lambda x: x.index_fill(1, t, 3.0))
     add("index_put", lambda x: torch.ops.aten.index_put(x, [None, j % 6, j], x[:, :2, :2].exp(), True))
+    add("scatter_add to zeros", lambda x: torch.zeros_like(x).scatter_add_(1, s, x[:, 3:].exp()))
     add("index_fill_", written(lambda y, x: y.index_fill_(1, t, 3.0)))
     add("index_add_", written(lambda y, x: y.index_add_(1, t, x[:, 2:5])))
     add("scatter_", written(lambda y, x: y.scatter_(1, t[:, None].expand(5, 3, 6), x[:, 4:])))
@@ -105,8 +109,19 @@ def cases():
     add("x[mask] = v", written(lambda y, x: y.__setitem__(torch.arange(210).view(5, 7, 6) % 50 == 0, x[0, 0, :5])))
     add("x[x > 0] = number", written(lambda y, x: y.__setitem__(x > 0, 1.0)))
     add("x[:, sharded mask] = row", written(lambda y, x: y.__setitem__((slice(None), x[0, :, 0] > 0), 1.0)))
+    add("x[..., plain mask] = v", written(lambda y, x: y.__setitem__((..., row > 2), x[..., :3])))
+    add("masked_fill", lambda x: x.masked_fill(x > 0, 1.0) * x.masked_fill(row > 2, torch.tensor(2.0).double()))
+    add("masked_fill plain", lambda x: x.masked_fill(torch.arange(7)[:, None] < 3, float("-inf")).softmax(-1))
+    add("where", lambda x: torch.where(x > 0, x, torch.arange(7.0)[:, None].double()))
+    add("one_hot", lambda x: F.one_hot((x.detach().abs() * 3).long()) * x.unsqueeze(-1))
+    add("one_hot, wide", lambda x: F.one_hot((x.detach().abs() * 3).long() % 5, 6).double() * x.unsqueeze(-1))
+    # A few rows of a sharded dim.
+    few = torch.tensor([3, 1])
+    add("the same row", lambda x: x[:, [8, 8, -1]], 3, 13, 2)
+    add("rows and more", lambda x: x[None, 1:, few, ..., 1], 3, 13, 2)
+    add("rows of integers", lambda x: (x * 100).long()[:, few], 3, 13, 2)
+    add("rows of a mask", lambda x: (x > 0)[:, few], 3, 13, 2)
     # Of values, torch leaves leading dims of size 1 out.
-    row = torch.arange(6.0).double()
     add("x[:, i] = 1x1x1xrow", written(lambda y, x: y.__setitem__((slice(None), t), row.view(1, 1, 1, 6))))
     mask = torch.arange(35).view(5, 7) % 4 == 0
     add("x[mask] = 1x1xrow", written(lambda y, x: y.__setitem__(mask, row.view(1, 1, 6))))
@@ -118,7 +133,7 @@ def cases():
     return result
 
 
-@pytest.mark.parametrize("mesh_shape", [*(pytest.param(n, marks=pytest.mark.slow) for n in (2, 3)), (2, 2)], ids=str)
+@pytest.mark.parametrize("mesh_shape", [pytest.param(2, marks=pytest.mark.slow), 3, (2, 2)], ids=str)
 @on_ranks("mesh_shape", timeout=300)
 def test_lookups_match_one_device(mesh_shape):
     chosen = cases()
@@ -188,7 +203,8 @@ def test_many_operands_laid_out_at_random(ranks):
 # -- tables ---------------------------------------------------------------------------------------------------
 
 
-def tables():
+@on_ranks(3, timeout=200)
+def test_tables_with_sharded_rows():
     torch.manual_seed(0)
     words = numbers(3, 5, high=7)
     rows, columns = {0: (3, 0, 4)}, {0: (2, 2, 1)}
@@ -227,11 +243,6 @@ def tables():
     layer(words).sum().backward()
     assert layer.weight.grad.shard_sizes == rows
     assert torch.equal(layer.weight.grad.full_tensor()[:, 0], torch.bincount(words.view(-1), minlength=7).float())
-    return True
-
-
-def test_tables_with_sharded_rows():
-    assert all(run_distributed(tables, 3, timeout=200))
 
 
 # -- what travels ---------------------------------------------------------------------------------------------
@@ -293,7 +304,8 @@ def test_what_travels():
 # -- values that come out as they were, and errors ---------------------------------------------------------------
 
 
-def values():
+@on_ranks(2)
+def test_values_come_out_as_they_were():
     mesh = shared_mesh(2)
     inf, nan = float("inf"), float("nan")
     x = torch.tensor([[-0.0, inf], [nan, -inf], [1.0, -0.0], [0.0, 5e-324]], dtype=torch.float64)
@@ -341,11 +353,6 @@ def values():
         assert torch.equal(F.embedding(some, plain, sparse=True).full_tensor(), plain[i])
     with pytest.raises(UnsupportedSharding, match=r"sparse gradient of the table.* Remedy: pass sparse=False"):
         F.embedding(some, plain, sparse=True)
-    return True
-
-
-def test_values_come_out_as_they_were():
-    assert all(run_distributed(values, 2))
 
 
 # -- geometry, without processes --------------------------------------------------------------------------------

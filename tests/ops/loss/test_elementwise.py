@@ -57,7 +57,6 @@ def elementwise():
             ("l1, weights", F.l1_loss, {"weight": weight}, False),
             ("smooth l1", F.smooth_l1_loss, {"beta": 0.5}, False),
             ("smooth l1, beta 0", F.smooth_l1_loss, {"beta": 0.0}, False),
-            ("huber", F.huber_loss, {"delta": 0.5}, False),
             ("huber, weights", F.huber_loss, {"weight": weight}, False),
             ("bce", F.binary_cross_entropy, {}, True),
             ("bce, weights", F.binary_cross_entropy, {"weight": row}, True),
@@ -66,10 +65,6 @@ def elementwise():
             ("logits, row", F.binary_cross_entropy_with_logits, {"weight": row, "pos_weight": row[0]}, True),
             ("kl", F.kl_div, {}, True),
             ("kl, logs", F.kl_div, {"log_target": True}, True),
-            ("soft margin", lambda x, t, **o: F.soft_margin_loss(x, t.detach(), **o), {}, False),
-            ("hinge", F.hinge_embedding_loss, {"margin": 0.5}, False),
-            ("poisson", F.poisson_nll_loss, {"full": True}, True),
-            ("multilabel soft margin", F.multilabel_soft_margin_loss, {"weight": row}, True),
         ]:
             if name == "l1, weights" and torch.get_default_device().type != "cpu":
                 continue  # torch's l1_loss loses its weight where a mode sees it, such as that of the default device
@@ -82,7 +77,12 @@ def elementwise():
     return cases
 
 
-def check_elementwise(mesh_shape, dims, sizes, half):
+@pytest.mark.parametrize(
+    ("mesh_shape", "dims", "sizes", "half"),
+    in_halves([*CUTS[:7], *(pytest.param(*getattr(c, "values", c), marks=pytest.mark.slow) for c in CUTS[7:])]),
+)
+@on_ranks("mesh_shape")
+def test_elementwise_losses(mesh_shape, dims, sizes, half):
     warnings.simplefilter("ignore")
     failures = []
     for name, loss, probabilities in half_of(elementwise(), half):
@@ -103,15 +103,6 @@ def check_elementwise(mesh_shape, dims, sizes, half):
             except AssertionError as error:
                 failures.append(f"{name}, target {targets}: {error}")
     assert not failures, "\n".join(failures)
-
-
-@pytest.mark.parametrize(
-    ("mesh_shape", "dims", "sizes", "half"),
-    in_halves([*CUTS[:7], *(pytest.param(*getattr(c, "values", c), marks=pytest.mark.slow) for c in CUTS[7:])]),
-)
-def test_elementwise_losses(mesh_shape, dims, sizes, half):
-    world = 4 if isinstance(mesh_shape, tuple) else mesh_shape
-    run_distributed(check_elementwise, world, mesh_shape, dims, sizes, half)
 
 
 def class_losses():
@@ -135,7 +126,24 @@ def class_losses():
     return cases
 
 
-def check_classes(mesh_shape, spatial, dims, sizes, half):
+CLASSES = [
+    (1, (8,), (1,), {}),
+    (2, (8,), (1,), {0: (5, 3)}),
+    (2, (8, 5), (1,), {0: (7, 1)}),
+    (2, (3, 8), (2,), {0: (0, 8)}),
+    (2, (), (0,), {0: (1, 2)}),
+    (2, (2, 3, 2), (2,), {0: (3, 0)}),
+    (2, (5,), (None,), {}),
+    (3, (8,), (1,), {0: (3, 0, 5)}),
+    (4, (8, 2), (1,), {0: (1, 4, 0, 3)}),
+    ((2, 2), (8, 3), (1, 2), {0: (5, 3), 1: (0, 3)}),
+    ((2, 2), (8,), (0, 1), {0: (1, 2), 1: (7, 1)}),
+]
+
+
+@pytest.mark.parametrize(("mesh_shape", "spatial", "dims", "sizes", "half"), in_halves(CLASSES))
+@on_ranks("mesh_shape")
+def test_losses_over_classes(mesh_shape, spatial, dims, sizes, half):
     """``dims`` count as in the target: batch, then spatial."""
     failures = []
     for function, options in half_of(class_losses(), half):
@@ -159,27 +167,6 @@ def check_classes(mesh_shape, spatial, dims, sizes, half):
             except AssertionError as error:
                 failures.append(f"{function.__name__} {options} {tuple(target.shape)} {placements}: {error}")
     assert not failures, "\n".join(failures)
-
-
-CLASSES = [
-    (1, (8,), (1,), {}),
-    (2, (8,), (1,), {0: (5, 3)}),
-    (2, (8, 5), (1,), {0: (7, 1)}),
-    (2, (3, 8), (2,), {0: (0, 8)}),
-    (2, (), (0,), {0: (1, 2)}),
-    (2, (2, 3, 2), (2,), {0: (3, 0)}),
-    (2, (5,), (None,), {}),
-    (3, (8,), (1,), {0: (3, 0, 5)}),
-    (4, (8, 2), (1,), {0: (1, 4, 0, 3)}),
-    ((2, 2), (8, 3), (1, 2), {0: (5, 3), 1: (0, 3)}),
-    ((2, 2), (8,), (0, 1), {0: (1, 2), 1: (7, 1)}),
-]
-
-
-@pytest.mark.parametrize(("mesh_shape", "spatial", "dims", "sizes", "half"), in_halves(CLASSES))
-def test_losses_over_classes(mesh_shape, spatial, dims, sizes, half):
-    world = 4 if isinstance(mesh_shape, tuple) else mesh_shape
-    run_distributed(check_classes, world, mesh_shape, spatial, dims, sizes, half)
 
 
 @on_ranks(2)
@@ -228,7 +215,8 @@ def test_targets_cut_otherwise():
     )
 
 
-def use_of_the_value():
+@on_ranks(2)
+def test_item_and_backward():
     mesh = shared_mesh(2)
     x, t = torch.randn(2, 2, 8, 3)
     sharded = shard(x, mesh, [Shard(1)], {0: (5, 3)}, requires_grad=True)
@@ -239,17 +227,14 @@ def use_of_the_value():
     torch.testing.assert_close(sharded.grad.full_tensor(), whole.grad)
     # All targets ignored: torch gives NaN.
     ignored = F.cross_entropy(shard(x, mesh, [Shard(2)], {0: (2, 1)}), torch.full((2, 3), -100))
-    return loss.item(), F.mse_loss(x, t).item(), loss.placements, ignored.item()
+    value, expected, placements, ignored = loss.item(), F.mse_loss(x, t).item(), loss.placements, ignored.item()
+    assert value == pytest.approx(expected, rel=1e-6)
+    assert placements == (Partial(),)
+    assert ignored != ignored
 
 
-def test_item_and_backward():
-    for value, expected, placements, ignored in run_distributed(use_of_the_value, 2):
-        assert value == pytest.approx(expected, rel=1e-6)
-        assert placements == (Partial(),)
-        assert ignored != ignored
-
-
-def half_precision():
+@on_ranks(2)
+def test_half_precision():
     mesh = shared_mesh(2)
     # The squares sum to 400 * 1000, which float16 does not hold; their mean it does.
     x = torch.full((1000,), 20.0, dtype=torch.float16)
@@ -262,14 +247,10 @@ def half_precision():
     classes.backward()
     assert classes.dtype == torch.float32 and logits.grad.dtype == torch.bfloat16
     assert classes.item() > 0
-    return mean.item(), mean.dtype, cast.dtype
-
-
-def test_half_precision():
-    for mean, dtype, cast in run_distributed(half_precision, 2):
-        assert mean == 400
-        assert dtype == torch.float16
-        assert cast == torch.float32  # as torch's autocast does with this loss
+    mean, dtype, cast = mean.item(), mean.dtype, cast.dtype
+    assert mean == 400
+    assert dtype == torch.float16
+    assert cast == torch.float32  # as torch's autocast does with this loss
 
 
 def communication():
@@ -309,7 +290,9 @@ SHARDED_CLASSES = [
 ]
 
 
-def check_sharded_classes(mesh_shape, shape, dims, sizes, half):
+@pytest.mark.parametrize(("mesh_shape", "shape", "dims", "sizes", "half"), in_halves(SHARDED_CLASSES))
+@on_ranks("mesh_shape")
+def test_sharded_classes(mesh_shape, shape, dims, sizes, half):
     torch.manual_seed(0)
     x, soft = torch.randn(2, *shape, dtype=torch.float64).softmax(min(1, len(shape) - 1))
     hard = torch.randint(shape[min(1, len(shape) - 1)], (*shape[:1], *shape[2:]) if len(shape) > 1 else ())
@@ -348,12 +331,6 @@ def check_sharded_classes(mesh_shape, shape, dims, sizes, half):
     assert not failures, "\n".join(failures)
 
 
-@pytest.mark.parametrize(("mesh_shape", "shape", "dims", "sizes", "half"), in_halves(SHARDED_CLASSES))
-def test_sharded_classes(mesh_shape, shape, dims, sizes, half):
-    world = 4 if isinstance(mesh_shape, tuple) else mesh_shape
-    run_distributed(check_sharded_classes, world, mesh_shape, shape, dims, sizes, half)
-
-
 def sharded_class_messages():
     mesh = shared_mesh(2)
     x, t = torch.randn(3, 8, 5), torch.randint(8, (3, 5))
@@ -380,34 +357,7 @@ def test_sharded_classes_send_numbers_of_rows():
 
 
 @on_ranks(2)
-def test_losses_of_rows():
-    """Losses of whole rows, their dims cut in turn."""
-    torch.manual_seed(0)
-    x, y, z = torch.randn(3, 4, 6, dtype=torch.float64)
-    sign = torch.tensor([1, -1, 1, -1])
-    labels = torch.tensor([[3, 0, -1, 1, 0, 0], [-1, 0, 0, 0, 0, 0], [5, 4, 3, 2, 1, 0], [2, -1, 0, 0, 0, 0]])
-    classes, weight = torch.tensor([0, 5, 3, 3]), torch.rand(6, dtype=torch.float64)
-    for reduction in ("mean", "sum", "none"):
-        o = {"reduction": reduction}
-        cases = [
-            (lambda a, b, c, o=o: F.cosine_embedding_loss(a, b, sign, 0.1, **o), (x, y, z)),
-            (lambda a, b, c, o=o: F.triplet_margin_loss(a, b, c, swap=True, **o), (x, y, z)),
-            (lambda a, b, c, o=o: F.triplet_margin_with_distance_loss(a, b, c, **o), (x, y, z)),
-            (lambda a, b, c, o=o: F.margin_ranking_loss(a, b, c.sign(), 0.1, **o), (x, y, z)),
-            (lambda a, b, c, o=o: F.gaussian_nll_loss(a, b, c.exp(), full=True, **o), (x, y, z)),
-            (lambda a, o=o: F.multi_margin_loss(a, classes, **o), (x,)),
-            (lambda a, o=o: F.multi_margin_loss(a, classes, p=2, margin=0.5, weight=weight, **o), (x,)),
-            (lambda a, o=o: F.multilabel_margin_loss(a, labels, **o), (x,)),
-        ]
-        for function, tensors in cases:
-            for dim, sizes in ((0, (1, 3)), (0, (0, 4)), (1, (5, 1)), (1, (0, 6))):
-                alike = [[Shard(dim)]] * len(tensors)
-                for places in (alike, [[Shard(dim)], *[None] * (len(tensors) - 1)]):
-                    cuts = [None if p is None else {0: sizes} for p in places]
-                    assert_matches_unsharded(function, *tensors, mesh_shape=2, placements=places, shard_sizes=cuts)
-
-
-def margin_messages():
+def test_margins_exchange_what_is_sharded():
     mesh = shared_mesh(2)
     x, t = torch.randn(4, 6), torch.tensor([0, 5, 3, 3])
     counts = []
@@ -418,13 +368,9 @@ def margin_messages():
         with count_communication() as backward:
             value.backward()
         counts.append([(c.messages, c.bytes_sent) for c in (forward, backward)])
-    return counts
-
-
-def test_margins_exchange_what_is_sharded():
-    for rows, classes in run_distributed(margin_messages, 2):
-        assert rows == [(0, 0), (0, 0)]
-        assert classes == [(1, 2 * 3 * 4), (1, 2 * 3 * 4)]  # half of what each rank holds, there and back
+    rows, classes = counts
+    assert rows == [(0, 0), (0, 0)]
+    assert classes == [(1, 2 * 3 * 4), (1, 2 * 3 * 4)]  # half of what each rank holds, there and back
 
 
 @on_ranks(2)

@@ -49,19 +49,13 @@ def cases():
     # slices
     add("range", lambda x: x[:, 2:7], 2, 9, 4)
     add("steps", lambda x: x[:, 2:9:3, 1::2] * x[:, 1:7:2, :2].sum(1, keepdim=True), 2, 9, 4)
-    add("negative", lambda x: x[:, -5:-1, :-1], 2, 9, 4)
     add("nothing", lambda x: x[:, 5:3].sum() + x.sum(), 2, 9, 4)
-    add("beyond", lambda x: x[:, 3:100], 2, 9, 4)
     add("ellipsis", lambda x: x[..., 1:3, None], 2, 9, 4)
-    add("narrow", lambda x: x.narrow(1, 3, 4).narrow(2, 1, 2), 2, 9, 4)
     add("two slices", lambda x: x[:, :4].exp().sum(1) + x[:, 4:].sin().sum(1), 2, 9, 4)
     add("differences", lambda x: x[:, 1:] - x[:, :-1], 2, 9, 4)
     add("differences of both", lambda x: (x[:, 1:] - x[:, :-1])[:, :, 1:] ** 2 + x[:, 1:, :-1], 2, 9, 4)
-    add("chunk", lambda x: x.chunk(3, 1), 2, 9, 4)
     add("chunk, some used", lambda x: x.chunk(4, 1)[1] * 2, 2, 9, 4)
     add("split", lambda x: torch.split(x, [2, 0, 4, 3], 1)[2:], 2, 9, 4)
-    add("split evenly", lambda x: x.split(4, dim=1), 2, 9, 4)
-    add("tensor_split", lambda x: x.tensor_split((2, 5), 1), 2, 9, 4)
     add("tensor_split at indices", lambda x: torch.tensor_split(x, indices=(2, 5), dim=1), 2, 9, 4)
     places = {"tensor_indices_or_sections": torch.tensor([2, 5])}
     if torch.get_default_device().type == "cpu":  # torch takes them from the CPU only, where no ShardTensor is then
@@ -70,9 +64,7 @@ def cases():
     add("hsplit", lambda x: torch.hsplit(x, (4,))[1], 2, 9, 4)
     add("split and cat", lambda x: torch.cat(x.split([2, 3, 4], 1)[::-1], 1), 2, 9, 4)
     # entries of a sharded dim
-    add("select", lambda x: x.select(1, 5), 2, 9, 4)
     add("number", lambda x: x[:, -2], 2, 9, 4)
-    add("two numbers", lambda x: x[:, 3, 1], 2, 9, 4)
     add("numbers and more", lambda x: x[None, :, 3, ..., None], 2, 9, 4, 2)
     add("entries", lambda x: x[:, 3].exp() * x[:, 0] + x[:, 8], 2, 9, 4)
     add("entry among all", lambda x: x - x[:, 4:5] + x[:, 2].unsqueeze(1), 2, 9, 4)
@@ -88,29 +80,19 @@ def cases():
     add("cat nothing", lambda x: torch.cat([torch.empty(0), x, x[:, :0]], 1), 2, 7, 4)
     add("cat other cuts", lambda x: torch.cat([x[:, 1:6], x.flip(1), x.roll(2, 1)[:, ::2]], 1), 2, 7, 4)
     add("stack", lambda x: torch.stack([x, x * 2, torch.ones(2, 7, 4).double()], 1), 2, 7, 4)
-    add("vstack", lambda x: torch.vstack([x, x * 2]), 5, 7, dims=(1,))
-    add("hstack", lambda x: torch.hstack([x, x * 2]), 5, 7, dims=(1,))
     # rolls and turns
-    for shift in (1, -1, 3, -5, 7, 0, 100):
+    for shift in (1, -5, 0, 100):
         add(f"roll {shift}", lambda x, shift=shift: x.roll(shift, 1), 2, 7, 4)
-    add("roll both", lambda x: torch.roll(x, (3, -1), (1, 2)), 2, 7, 4)
     add("roll twice", lambda x: torch.roll(x, (3, 2), (1, -2)), 2, 7, 4)
-    for k in (1, 2, 3, 4, -1):
+    for k in (1, 2):
         add(f"rot90 {k}", lambda x, k=k: torch.rot90(x, k, (1, 2)), 2, 7, 4)
-    for k in (0, 2, -3):
-        add(f"tril {k}", lambda x, k=k: x.tril(k), 2, 7, 5)
-        add(f"triu {k}", lambda x, k=k: torch.triu(x, k), 2, 7, 5)
+    add("tril", lambda x: x.tril(-3) * torch.triu(x, 2).sum(), 2, 7, 5)
     # repeats
-    add("repeat", lambda x: x.repeat(2, 3, 1), 2, 7, 4)
     add("repeat to more", lambda x: x.repeat(2, 1, 2, 2), 2, 7, 4)
-    add("tile", lambda x: torch.tile(x, (2, 1)), 2, 7, 4)
     add("repeat_interleave", lambda x: x.repeat_interleave(3, 1), 2, 7, 4)
-    add("expand", lambda x: x.unsqueeze(1).expand(-1, 5, -1, -1), 2, 7, 4)
     # reshapes
-    add("flatten", lambda x: x.flatten(1, 2), 2, 12, 4, dims=(1,))
     add("by keyword", lambda x: x.view(size=(2, 8, 6)) + torch.reshape(input=x, shape=(2, 8, -1)), 2, 8, 6, dims=(1,))
     add("flatten by keyword", lambda x: x.unflatten(-1, (2, 3)).movedim(1, 2).flatten(start_dim=2), 2, 8, 6, dims=(1,))
-    add("unflatten", lambda x: x.unflatten(1, (3, 4)) * 2, 2, 12, 4)
     add("image of tokens", lambda x: x.view(2, 3, 4, 5).exp(), 2, 12, 5)
     add("image and back", lambda x: x.view(2, 6, 4, 3).sin().reshape(2, 24, 3), 2, 24, 3)
     add("heads", lambda x: x.reshape(2, 7, 2, 3).permute(0, 2, 1, 3).reshape(2, 2, 7, 3), 2, 7, 6, dims=(1,))
@@ -125,10 +107,7 @@ def cases():
     add("diagonal", lambda x: x.diagonal(1, 2, 3) * x.diagonal(dim1=-1, dim2=2)[..., :4], 2, 5, 4, 5, dims=(1,))
     add("contiguous", lambda x: x.transpose(1, 2).contiguous().view(2, 4, 7), 2, 7, 4)
     add("movedim", lambda x: x.movedim(1, -1).swapaxes(0, 1).swapdims(1, 2).mT, 2, 7, 4)
-    add("atleast", lambda x: torch.atleast_3d(x), 7, 4, dims=(1,))
-    add("pixel_shuffle", lambda x: torch.pixel_shuffle(x, 2), 1, 8, 5, 3, dims=(2, 3))
     add("pixel_shuffle channels", lambda x: torch.pixel_shuffle(x, 2), 1, 16, 5, 3, dims=(1, 2, 3))
-    add("pixel_unshuffle", lambda x: torch.pixel_unshuffle(x, 2), 1, 2, 8, 6, dims=(1, 2, 3))
     add("unfold", lambda x: x.unfold(2, 3, 2).sum(-1), 2, 9, 8, dims=(1,))
     return [(label, fn, shape, dims if isinstance(dims, tuple) else (1, 2)) for label, fn, shape, dims in result]
 
@@ -308,7 +287,8 @@ def test_blocks_move_once():
     assert run_distributed(few_blocks_traffic, 3) == [[ends, ends], [middle, middle], [ends, ends]]
 
 
-def layouts():
+@on_ranks(2)
+def test_layouts():
     mesh = shared_mesh(2)
     x = shard(data(2, 6, 3), mesh, [Shard(1)], {0: (5, 1)})
     assert x[:, 5].placements == (Partial(),)
@@ -333,11 +313,6 @@ def layouts():
     for fn in (lambda t: t[:, 2:4], lambda t: t.roll(2, 1), lambda t: t.select(1, 3)):
         assert fn(partial).placements == (Partial(),)
         assert torch.equal(fn(partial).full_tensor(), fn(data(2, 6, 3).round()))
-    return True
-
-
-def test_layouts():
-    assert all(run_distributed(layouts, 2))
 
 
 @on_ranks(2)
@@ -356,7 +331,8 @@ def test_gradients_through_what_is_written_into_slices():
     )
 
 
-def shared_slice():
+@on_ranks(3)
+def test_gradients_of_equal_slices_of_different_cuts():
     """Two inputs cut differently whose slices are cut alike: the gradients still come back as the inputs are."""
     mesh = shared_mesh(3)
     for sizes in ((4, 2, 3), (3, 3, 3), (2, 4, 3), (0, 9, 0)):
@@ -367,11 +343,6 @@ def shared_slice():
         expected[:, 5] = 1
         assert x.grad.shard_sizes == {0: sizes}
         assert torch.equal(x.grad.full_tensor(), expected)
-    return True
-
-
-def test_gradients_of_equal_slices_of_different_cuts():
-    assert all(run_distributed(shared_slice, 3))
 
 
 @on_ranks(2)
