@@ -8,82 +8,52 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from on_ranks import on_ranks
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Partial, Replicate, Shard
 
 from shardtensor import ShardTensor, scatter_tensor
 from shardtensor.debug import check
-from shardtensor.testing import run_distributed, run_expecting_errors, shared_mesh
+from shardtensor.testing import run_expecting_errors, shared_mesh
 
 pytestmark = pytest.mark.every_run
 
 
-def from_local(case):
-    mesh, rank = shared_mesh(2), dist.get_rank()
-    ones = torch.ones
-    build = ShardTensor.from_local
-    match case:
-        case "sum":
-            build(ones(4, 2), mesh, [Shard(0)], shard_sizes={0: (5, 3)})
-        case "count":
-            build(ones(4, 2), mesh, [Shard(0)], shard_sizes={0: (4, 2, 2)})
-        case "negative":
-            build(ones(4, 2), mesh, [Shard(0)], shard_sizes={0: (9, -5)})
-        case "fractions":
-            build(ones(4, 2), mesh, [Shard(0)], shard_sizes={0: (4.7, 3.3)})
-        case "names":
-            build(ones(4, 2), mesh, [Shard(0)], shard_sizes={1: (4, 4)})
-        case "unsharded":
-            build(ones(4, 2), mesh, [Replicate()], shard_sizes={0: (4, 4)})
-        case "dtype":
-            build(ones(4, dtype=(torch.float32, torch.float64)[rank]), mesh, [Shard(0)])
-        case "ndim":
-            build(ones(4) if rank else ones(4, 1), mesh, [Shard(0)])
-        case "other dims":
-            build(ones(4, 2 + rank), mesh, [Shard(0)])
-        case "replicate":
-            build(ones(4 + rank), mesh, [Replicate()])
-        case "placements":
-            build(ones(4, 4), mesh, [Shard(rank)])
-        case "no such dim":
-            build(ones(4, 2), mesh, [Shard(2)])
-        case "no such negative dim":
-            build(ones(4, 2), mesh, [Shard(-3)], shard_sizes="even")
-        case "too many":
-            build(ones(4, 2), mesh, [Shard(0), Shard(1)])
-        case "too few":
-            build(ones(4, 2), mesh, [])
-        case "no placement":
-            build(ones(4, 2), mesh, [0])
-        case "not a sequence":
-            build(ones(4, 2), mesh, Shard(0))
-        case "average":
-            build(ones(4, 2), mesh, [Partial("avg")])
-        case "device":
-            build(ones(4, 2, device="meta"), mesh, [Shard(0)])
-        case "device given":
-            build(ones(4, 2, device="meta"), mesh, [Shard(0)], shard_sizes="even")
-        case "no tensor":
-            build([1.0] if rank else ones(4), mesh, [Shard(0)])
-        case "shardtensor":
-            build(build(ones(4), mesh, [Shard(0)]), mesh, [Shard(0)])
-        case "integer":
-            build(ones(4, dtype=torch.int64), mesh, [Shard(0)]).requires_grad_()
-        case "no mesh":
-            build(ones(4))
-        case "no mesh but a size":
-            build(ones(4, 2), 2, [Shard(0)])
-        case "no mesh but a group":
-            build(ones(4, 2), mesh.get_group(), [Shard(0)])
-        case "nested":
-            build(torch.nested.nested_tensor([ones(2), ones(3)]), mesh, [Shard(0)])
-        case "plain as DTensor":
-            ShardTensor.from_dtensor(ones(4))
-        case "layouts of a gradient":
-            x = build(ones(4, 2), mesh, [Shard(0)]).requires_grad_()
-            x.to_local(grad_placements=[Shard(0), Replicate()])
-        case "sizes type":
-            build(ones(4, 2), mesh, [Shard(0)], shard_sizes={4})
+ones, build = torch.ones, ShardTensor.from_local
+CALLS = {
+    "sum": lambda mesh, rank: build(ones(4, 2), mesh, [Shard(0)], shard_sizes={0: (5, 3)}),
+    "count": lambda mesh, rank: build(ones(4, 2), mesh, [Shard(0)], shard_sizes={0: (4, 2, 2)}),
+    "negative": lambda mesh, rank: build(ones(4, 2), mesh, [Shard(0)], shard_sizes={0: (9, -5)}),
+    "fractions": lambda mesh, rank: build(ones(4, 2), mesh, [Shard(0)], shard_sizes={0: (4.7, 3.3)}),
+    "names": lambda mesh, rank: build(ones(4, 2), mesh, [Shard(0)], shard_sizes={1: (4, 4)}),
+    "unsharded": lambda mesh, rank: build(ones(4, 2), mesh, [Replicate()], shard_sizes={0: (4, 4)}),
+    "dtype": lambda mesh, rank: build(ones(4, dtype=(torch.float32, torch.float64)[rank]), mesh, [Shard(0)]),
+    "ndim": lambda mesh, rank: build(ones(4) if rank else ones(4, 1), mesh, [Shard(0)]),
+    "other dims": lambda mesh, rank: build(ones(4, 2 + rank), mesh, [Shard(0)]),
+    "replicate": lambda mesh, rank: build(ones(4 + rank), mesh, [Replicate()]),
+    "placements": lambda mesh, rank: build(ones(4, 4), mesh, [Shard(rank)]),
+    "no such dim": lambda mesh, rank: build(ones(4, 2), mesh, [Shard(2)]),
+    "no such negative dim": lambda mesh, rank: build(ones(4, 2), mesh, [Shard(-3)], shard_sizes="even"),
+    "too many": lambda mesh, rank: build(ones(4, 2), mesh, [Shard(0), Shard(1)]),
+    "too few": lambda mesh, rank: build(ones(4, 2), mesh, []),
+    "no placement": lambda mesh, rank: build(ones(4, 2), mesh, [0]),
+    "not a sequence": lambda mesh, rank: build(ones(4, 2), mesh, Shard(0)),
+    "average": lambda mesh, rank: build(ones(4, 2), mesh, [Partial("avg")]),
+    "device": lambda mesh, rank: build(ones(4, 2, device="meta"), mesh, [Shard(0)]),
+    "device given": lambda mesh, rank: build(ones(4, 2, device="meta"), mesh, [Shard(0)], shard_sizes="even"),
+    "no tensor": lambda mesh, rank: build([1.0] if rank else ones(4), mesh, [Shard(0)]),
+    "shardtensor": lambda mesh, rank: build(build(ones(4), mesh, [Shard(0)]), mesh, [Shard(0)]),
+    "integer": lambda mesh, rank: build(ones(4, dtype=torch.int64), mesh, [Shard(0)]).requires_grad_(),
+    "no mesh": lambda mesh, rank: build(ones(4)),
+    "no mesh but a size": lambda mesh, rank: build(ones(4, 2), 2, [Shard(0)]),
+    "no mesh but a group": lambda mesh, rank: build(ones(4, 2), mesh.get_group(), [Shard(0)]),
+    "nested": lambda mesh, rank: build(torch.nested.nested_tensor([ones(2), ones(3)]), mesh, [Shard(0)]),
+    "plain as DTensor": lambda mesh, rank: ShardTensor.from_dtensor(ones(4)),
+    "layouts of a gradient": lambda mesh, rank: build(ones(4, 2), mesh, [Shard(0)]).to_local(
+        grad_placements=[Shard(0), Replicate()]
+    ),
+    "sizes type": lambda mesh, rank: build(ones(4, 2), mesh, [Shard(0)], shard_sizes={4}),
+}
 
 
 FROM_LOCAL = [
@@ -118,6 +88,10 @@ FROM_LOCAL = [
     ("layouts of a gradient", ValueError, "2 placements"),
     ("sizes type", TypeError, "must be sizes, a dict {mesh_dim: sizes}"),
 ]
+
+
+def from_local(case):
+    CALLS[case](shared_mesh(2), dist.get_rank())
 
 
 @pytest.mark.parametrize(("case", "kind", "text"), FROM_LOCAL, ids=[case for case, *_ in FROM_LOCAL])
@@ -217,47 +191,34 @@ def test_layouts_on_grids_that_cannot_be(what, text):
         assert isinstance(error, ValueError) and text in str(error), repr(error)
 
 
-def scatter(case):
-    mesh, first = shared_mesh(2), dist.get_rank() == 0
-    ones = torch.ones(8)
-    given = {"global_shape": (8,), "dtype": torch.float32}
-    match case:
-        case "none":
-            scatter_tensor(None, mesh, [Shard(0)])
-        case "none, meta given":
-            scatter_tensor(None, mesh, [Shard(0)], **given)
-        case "other shape":
-            scatter_tensor(torch.ones(9) if first else None, mesh, [Shard(0)], **given)
-        case "other dtype":
-            scatter_tensor(ones.double() if first else None, mesh, [Shard(0)], **given)
-        case "other shape, dtype not given":
-            scatter_tensor(ones if first else None, mesh, [Shard(0)], global_shape=(9,))
-        case "device":
-            scatter_tensor(ones.to("meta") if first else None, mesh, [Shard(0)])
-        case "device, meta given":
-            scatter_tensor(ones.to("meta") if first else None, mesh, [Shard(0)], **given)
-        case "sizes":
-            scatter_tensor(ones if first else None, mesh, [Shard(0)], shard_sizes={0: (5, 4)})
-        case "fractions":
-            scatter_tensor(ones if first else None, mesh, [Shard(0)], shard_sizes={0: (5.7, 2.3)})
-        case "no such dim":
-            scatter_tensor(ones if first else None, mesh, [Shard(1)])
-        case "partial":
-            scatter_tensor(ones if first else None, mesh, [Partial()])
-        case "source, a fraction":
-            scatter_tensor(torch.ones(8), mesh, [Shard(0)], source=0.0)
-        case "swapped":
-            scatter_tensor(torch.ones(8), 0, [Shard(0)], source=mesh)
-        case "source":
-            scatter_tensor(ones, mesh, [Shard(0)], source=7)
-        case "integer":
-            scatter_tensor(ones.long() if first else None, mesh, [Shard(0)], requires_grad=True)
-        case "placements":
-            scatter_tensor(ones if first else None, mesh, [Shard(0), Shard(0)])
-        case "shardtensor":
-            scatter_tensor(ShardTensor.from_local(ones, mesh, [Shard(0)]), mesh, [Shard(0)])
-        case "sparse":
-            scatter_tensor(ones.to_sparse() if first else None, mesh, [Shard(0)])
+GIVEN = {"global_shape": (8,), "dtype": torch.float32}
+
+
+def whole(one, n=8, **options):
+    """What the source, which is the first rank, gives; the other gives None."""
+    return torch.ones(n, **options) if one else None
+
+
+SCATTERS = {
+    "none": lambda mesh, one: scatter_tensor(None, mesh, [Shard(0)]),
+    "none, meta given": lambda mesh, one: scatter_tensor(None, mesh, [Shard(0)], **GIVEN),
+    "other shape": lambda mesh, one: scatter_tensor(whole(one, 9), mesh, [Shard(0)], **GIVEN),
+    "other dtype": lambda mesh, one: scatter_tensor(whole(one, dtype=torch.float64), mesh, [Shard(0)], **GIVEN),
+    "other shape, dtype not given": lambda mesh, one: scatter_tensor(whole(one), mesh, [Shard(0)], global_shape=(9,)),
+    "device": lambda mesh, one: scatter_tensor(whole(one, device="meta"), mesh, [Shard(0)]),
+    "device, meta given": lambda mesh, one: scatter_tensor(whole(one, device="meta"), mesh, [Shard(0)], **GIVEN),
+    "sizes": lambda mesh, one: scatter_tensor(whole(one), mesh, [Shard(0)], shard_sizes={0: (5, 4)}),
+    "fractions": lambda mesh, one: scatter_tensor(whole(one), mesh, [Shard(0)], shard_sizes={0: (5.7, 2.3)}),
+    "no such dim": lambda mesh, one: scatter_tensor(whole(one), mesh, [Shard(1)]),
+    "partial": lambda mesh, one: scatter_tensor(whole(one), mesh, [Partial()]),
+    "source, a fraction": lambda mesh, one: scatter_tensor(whole(True), mesh, [Shard(0)], source=0.0),
+    "swapped": lambda mesh, one: scatter_tensor(whole(True), 0, [Shard(0)], source=mesh),
+    "source": lambda mesh, one: scatter_tensor(whole(True), mesh, [Shard(0)], source=7),
+    "integer": lambda mesh, one: scatter_tensor(whole(one, dtype=torch.int64), mesh, [Shard(0)], requires_grad=True),
+    "placements": lambda mesh, one: scatter_tensor(whole(one), mesh, [Shard(0), Shard(0)]),
+    "shardtensor": lambda mesh, one: scatter_tensor(build(whole(True), mesh, [Shard(0)]), mesh, [Shard(0)]),
+    "sparse": lambda mesh, one: scatter_tensor(whole(one).to_sparse() if one else None, mesh, [Shard(0)]),
+}
 
 
 SCATTER = [
@@ -280,6 +241,10 @@ SCATTER = [
     ("shardtensor", TypeError, "its tensor is a DTensor already"),
     ("sparse", TypeError, "its tensor is sparse, nested or quantized; pass a dense tensor"),
 ]
+
+
+def scatter(case):
+    SCATTERS[case](shared_mesh(2), dist.get_rank() == 0)
 
 
 NO_SPARSE = pytest.mark.not_emulated("whose sparse tensors are the CPU's")
@@ -356,13 +321,10 @@ def test_operands_on_different_meshes_are_refused():
         assert isinstance(error, NotImplementedError) and "different meshes" in str(error)
 
 
-def still_alive():
-    x = ShardTensor.from_local(torch.ones(3 + dist.get_rank()), shared_mesh(2), [Shard(0)])
-    return x.sum().item()
-
-
+@on_ranks(2)
 def test_after_all_these_errors_the_ranks_still_agree():
-    assert run_distributed(still_alive, 2) == [7.0, 7.0]
+    x = ShardTensor.from_local(torch.ones(3 + dist.get_rank()), shared_mesh(2), [Shard(0)])
+    assert x.sum().item() == 7.0
 
 
 def resized_in_place():
