@@ -5,9 +5,7 @@ from __future__ import annotations
 import torch
 from torch.distributed.tensor import Replicate, Shard
 
-from shardtensor.testing import (
-    assert_matches_unsharded,
-)
+from shardtensor.testing import assert_matches_unsharded
 
 SHAPE = (4, 9, 5)
 # (mesh shape, dims cut, sizes) of inputs of shape SHAPE
@@ -29,12 +27,12 @@ def placed(dims):
 
 
 def check_all(cases, mesh_shape, dims, sizes, **options):
-    """Compare every ``(name, function, tensor)``; the failures of all of them at once."""
+    """Compare every ``(name, function, *tensors)``; the failures of all of them at once."""
     failures = []
-    for name, function, x in cases:
+    for name, function, *tensors in cases:
         try:
             assert_matches_unsharded(
-                function, x, mesh_shape=mesh_shape, placements=placed(dims), shard_sizes=sizes, **options
+                function, *tensors, mesh_shape=mesh_shape, placements=placed(dims), shard_sizes=sizes, **options
             )
         except AssertionError as error:
             failures.append(f"{name}: {error}")
@@ -43,6 +41,6 @@ def check_all(cases, mesh_shape, dims, sizes, **options):
     assert not failures, "\n".join(failures)
 
 
-def values():
+def values(*shape):
     torch.manual_seed(0)
-    return torch.randn(*SHAPE, dtype=torch.float64)
+    return torch.randn(*(shape or SHAPE), dtype=torch.float64)

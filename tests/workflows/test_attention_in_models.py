@@ -13,7 +13,6 @@ from shardtensor import ShardTensor
 from shardtensor.testing import (
     assert_matches_unsharded,
     count_communication,
-    run_distributed,
     shard,
     shared_mesh,
 )
@@ -164,7 +163,9 @@ class Windowed(nn.Module):
         return x + y
 
 
-def check_windows() -> list[tuple[int, int]]:
+@on_ranks(2)
+def test_windows():
+    """Along the rows of an image: nothing is sent but the rows that a shift moves, or that a cut is moved by."""
     torch.manual_seed(0)
     sent = []
     for shift in (0, 2):
@@ -181,19 +182,13 @@ def check_windows() -> list[tuple[int, int]]:
             with count_communication() as counted, torch.no_grad():
                 model(shard(x, shared_mesh(2), [Shard(dim)], {0: sizes}))
             sent.append((counted.messages, counted.bytes_sent))
-    return sent
-
-
-def test_windows():
-    """Along the rows of an image: nothing is sent but the rows that a shift moves, or that a cut is moved by."""
     a_row = 8 * WIDTH * 8
-    for sent in run_distributed(check_windows, 2):
-        straight, shifted = sent[:5], sent[5:]
-        assert straight[0] == (0, 0)
-        assert straight[1] == (1, a_row)  # there from the second rank, or back from the first
-        assert straight[2] == (0, 0)
-        assert shifted[0] == (2, 2 * 2 * a_row)  # two rows to the neighbour, and back
-        assert shifted[2] == (0, 0)
+    straight, shifted = sent[:5], sent[5:]
+    assert straight[0] == (0, 0)
+    assert straight[1] == (1, a_row)  # there from the second rank, or back from the first
+    assert straight[2] == (0, 0)
+    assert shifted[0] == (2, 2 * 2 * a_row)  # two rows to the neighbour, and back
+    assert shifted[2] == (0, 0)
 
 
 @on_ranks(4)

@@ -9,11 +9,12 @@ import torch
 import torch.distributed as dist
 from halves import half_of, in_halves
 from on_ranks import on_ranks
+from row_cases import placed
 from torch.distributed.tensor import Replicate, Shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardtensor.ops.common.distributed_sort import Sorted, find_places, sort_keys
-from shardtensor.testing import assert_matches_unsharded, count_communication, run_distributed, shard, shared_mesh
+from shardtensor.testing import assert_matches_unsharded, count_communication, shard, shared_mesh
 
 DTYPES = [torch.float64, torch.bfloat16, torch.int64, torch.int16, torch.uint8, torch.bool]
 # (columns of each rank, columns of the sorted rows on each rank)
@@ -98,10 +99,6 @@ CUTS = [
 ]
 
 
-def placed(dims):
-    return [Replicate() if d is None else Shard(d) for d in dims]
-
-
 def operators():
     """(name, function, whether it takes NaN)"""
     cases = [
@@ -164,8 +161,10 @@ def test_large_results_lie_as_the_input_and_small_ones_are_whole():
 # -- what travels -------------------------------------------------------------------------------------------------
 
 
-def communication():
-    """``{name: (forward, backward)}``, each as (bytes sent to the other rank, collectives)."""
+@on_ranks(2)
+def test_what_travels():
+    """Counting takes one all-reduce of 15 integers for every 4 bits of the dtype; only sorted rows are exchanged."""
+    # ``{name: (forward, backward)}``, each as (bytes sent to the other rank, collectives).
     mesh = shared_mesh(2)
     torch.manual_seed(0)
     values = torch.randn(1000)
@@ -185,26 +184,20 @@ def communication():
         with count_communication() as backward:
             torch.autograd.grad(y, x, grad)
         counts[name] = [(c.bytes_sent, dict(c.collectives), c.collective_bytes) for c in (forward, backward)]
-    return counts
-
-
-def test_what_travels():
-    """Counting takes one all-reduce of 15 integers for every 4 bits of the dtype; only sorted rows are exchanged."""
     digits, found = 32 // 4, {"all_gather": 1}
     none = (0, {}, 0)
-    for counts in run_distributed(communication, 2):
-        for name in ("sort", "many"):
-            (sent, collectives, size), (back, back_collectives, _) = counts[name]
-            assert collectives == {"all_reduce": digits, **found, "all_to_all": 2}
-            assert size == digits * 15 * 8 + 2 * 8
-            assert back_collectives == {"all_to_all": 1}
-            # Values and their indices there, gradients back: no more than the smaller shard either way.
-            assert sent <= 300 * (4 + 8) and back <= 300 * 4
-        assert counts["topk"] == [(0, {"all_gather": 2}, 5 * (4 + 8)), none]
-        # The element and its index are told to all ranks.
-        assert counts["kthvalue"] == [(0, {"all_reduce": digits + 2, **found}, (digits * 15 + 2) * 8 + 4 + 8), none]
-        # How many NaN there are; the element.
-        (sent, collectives, _), (back, back_collectives, _) = counts["median"]
-        assert (sent, collectives) == (0, {"all_reduce": digits + 2, **found})
-        assert (back, back_collectives) == (0, {"all_reduce": 1})  # how many elements share the gradient
-        assert counts["quantile"][0][:2] == (0, {"all_reduce": digits + 2, **found}) and counts["quantile"][1] == none
+    for name in ("sort", "many"):
+        (sent, collectives, size), (back, back_collectives, _) = counts[name]
+        assert collectives == {"all_reduce": digits, **found, "all_to_all": 2}
+        assert size == digits * 15 * 8 + 2 * 8
+        assert back_collectives == {"all_to_all": 1}
+        # Values and their indices there, gradients back: no more than the smaller shard either way.
+        assert sent <= 300 * (4 + 8) and back <= 300 * 4
+    assert counts["topk"] == [(0, {"all_gather": 2}, 5 * (4 + 8)), none]
+    # The element and its index are told to all ranks.
+    assert counts["kthvalue"] == [(0, {"all_reduce": digits + 2, **found}, (digits * 15 + 2) * 8 + 4 + 8), none]
+    # How many NaN there are; the element.
+    (sent, collectives, _), (back, back_collectives, _) = counts["median"]
+    assert (sent, collectives) == (0, {"all_reduce": digits + 2, **found})
+    assert (back, back_collectives) == (0, {"all_reduce": 1})  # how many elements share the gradient
+    assert counts["quantile"][0][:2] == (0, {"all_reduce": digits + 2, **found}) and counts["quantile"][1] == none

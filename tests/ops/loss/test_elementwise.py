@@ -11,13 +11,13 @@ import torch.nn.functional as F
 from alike import raises_alike
 from halves import half_of, in_halves, is_in
 from on_ranks import on_ranks
+from row_cases import placed
 from torch.distributed.tensor import Partial, Replicate, Shard
 
 from shardtensor import UnsupportedSharding
 from shardtensor.testing import (
     assert_matches_unsharded,
     count_communication,
-    run_distributed,
     shard,
     shared_mesh,
 )
@@ -37,10 +37,6 @@ CUTS = [
     ((2, 2), (0, 1), {0: (1, 1), 1: (7, 1)}),
     pytest.param((2, 2), (None, 1), {1: (5, 3)}, marks=pytest.mark.slow),
 ]
-
-
-def placed(dims):
-    return [Replicate() if d is None else Shard(d) for d in dims]
 
 
 def elementwise():
@@ -253,7 +249,8 @@ def test_half_precision():
     assert cast == torch.float32  # as torch's autocast does with this loss
 
 
-def communication():
+@on_ranks(2)
+def test_nothing_but_scalars_is_sent():
     mesh = shared_mesh(2)
     x, t = torch.randn(2, 2, 8, 3)
     indices = torch.randint(8, (2, 3))
@@ -267,15 +264,11 @@ def communication():
         with count_communication() as item:
             value.item()
         counts.append([(c.messages, dict(c.collectives), c.collective_bytes) for c in (forward, backward, item)])
-    return counts
-
-
-def test_nothing_but_scalars_is_sent():
     scalar = (0, {"all_gather": 1}, 32)  # with what the ranks compare
-    for mse, l1, cross_entropy in run_distributed(communication, 2):
-        assert mse == l1 == [(0, {}, 0), (0, {}, 0), scalar]
-        # How many targets are not ignored, an int64.
-        assert cross_entropy == [(0, {"all_reduce": 1}, 8), (0, {}, 0), scalar]
+    mse, l1, cross_entropy = counts
+    assert mse == l1 == [(0, {}, 0), (0, {}, 0), scalar]
+    # How many targets are not ignored, an int64.
+    assert cross_entropy == [(0, {"all_reduce": 1}, 8), (0, {}, 0), scalar]
 
 
 SHARDED_CLASSES = [
@@ -331,7 +324,8 @@ def test_sharded_classes(mesh_shape, shape, dims, sizes, half):
     assert not failures, "\n".join(failures)
 
 
-def sharded_class_messages():
+@on_ranks(2)
+def test_sharded_classes_send_numbers_of_rows():
     mesh = shared_mesh(2)
     x, t = torch.randn(3, 8, 5), torch.randint(8, (3, 5))
     counts = []
@@ -345,15 +339,11 @@ def sharded_class_messages():
     # A class that no rank holds: the ranks that are asked for it raise, as one device does.
     with pytest.raises(IndexError, match="out of bounds"):
         F.nll_loss(shard(x, mesh, [Shard(1)], {0: (5, 3)}), torch.full((3, 5), 8))
-    return counts
-
-
-def test_sharded_classes_send_numbers_of_rows():
     row = 3 * 5 * 4
-    for cross_entropy, nll in run_distributed(sharded_class_messages, 2):
-        # Maximum and sum of each row, and how many targets count, an int64; backward a sum of each row.
-        assert cross_entropy == [(0, {"all_reduce": 3}, 2 * row + 8), (0, {"all_reduce": 1}, row)]
-        assert nll == [(0, {"all_reduce": 1}, 8), (0, {}, 0)]
+    cross_entropy, nll = counts
+    # Maximum and sum of each row, and how many targets count, an int64; backward a sum of each row.
+    assert cross_entropy == [(0, {"all_reduce": 3}, 2 * row + 8), (0, {"all_reduce": 1}, row)]
+    assert nll == [(0, {"all_reduce": 1}, 8), (0, {}, 0)]
 
 
 @on_ranks(2)

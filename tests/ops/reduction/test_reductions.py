@@ -10,52 +10,17 @@ import torch.nn.functional as F
 from alike import raises_alike
 from halves import half_of, in_halves
 from on_ranks import on_ranks
+from row_cases import CUTS, check_all, placed, values
 from torch.distributed.tensor import Partial, Replicate, Shard
 
 from shardtensor.testing import (
     assert_matches_unsharded,
     count_communication,
-    run_distributed,
     shard,
     shared_mesh,
 )
 
-SHAPE = (4, 9, 5)
 INF = float("inf")
-# (mesh shape, dims cut, sizes) of inputs of shape SHAPE
-CUTS = [
-    (2, (1,), {0: (6, 3)}),
-    (2, (1,), {0: (0, 9)}),
-    (3, (1,), {0: (4, 0, 5)}),
-    (3, (2,), {0: (2, 3, 0)}),
-    ((2, 2), (1, 2), {0: (8, 1), 1: (0, 5)}),
-    ((2, 2), (None, 1), {1: (3, 6)}),
-]
-
-
-def placed(dims):
-    return [Replicate() if d is None else Shard(d) for d in dims]
-
-
-def check_all(cases, mesh_shape, dims, sizes):
-    """Compare every ``(name, function, tensor)``; the failures of all of them at once."""
-    warnings.simplefilter("ignore")  # var of too few elements
-    failures = []
-    for name, function, *tensors in cases:
-        try:
-            assert_matches_unsharded(
-                function, *tensors, mesh_shape=mesh_shape, placements=placed(dims), shard_sizes=sizes
-            )
-        except AssertionError as error:
-            failures.append(f"{name}: {error}")
-        except Exception as error:
-            raise RuntimeError(f"{name} on {dims}, {sizes}: {type(error).__name__}: {error}") from error
-    assert not failures, "\n".join(failures)
-
-
-def values(*shape):
-    torch.manual_seed(0)
-    return torch.randn(*(shape or SHAPE), dtype=torch.float64)
 
 
 def with_zeros():
@@ -151,6 +116,7 @@ def norms():
 @pytest.mark.parametrize("cases", [sums, moments, norms])
 @on_ranks("mesh_shape")
 def test_reductions(cases, mesh_shape, dims, sizes, half):
+    warnings.simplefilter("ignore")  # var of too few elements
     check_all(half_of(cases(), half), mesh_shape, dims, sizes)
 
 
@@ -309,7 +275,8 @@ def test_clip_grad_norm():
 # -- what travels, and errors -------------------------------------------------------------------------------------
 
 
-def communication():
+@on_ranks(2)
+def test_what_travels():
     mesh = shared_mesh(2)
     counts = {}
     for name, function in {
@@ -332,27 +299,22 @@ def communication():
             if y.requires_grad:
                 torch.autograd.grad(y, x, grad)
         counts[name] = [(c.messages, dict(c.collectives), c.collective_bytes) for c in (forward, backward)]
-    return counts
-
-
-def test_what_travels():
     rows = 4 * 5 * 4  # bytes of the result
 
     def reduced(n, size=rows):
         return (0, {"all_reduce": n}, n * size) if n else (0, {}, 0)
 
-    for counts in run_distributed(communication, 2):
-        assert counts == {
-            "sum": [reduced(0), reduced(0)],  # the result stays a Partial
-            "mean": [reduced(0), reduced(0)],
-            "prod": [reduced(0), (0, {"all_reduce": 2}, 3 * rows)],  # the other factors, and how many zeros (int64)
-            "amax": [reduced(0), (0, {"all_reduce": 2}, 3 * rows)],  # the extreme, and how often it stands there
-            "norm": [reduced(1), reduced(0)],
-            "var": [reduced(2), reduced(1)],
-            "nansum": [reduced(0), reduced(0)],
-            "count_nonzero": [reduced(0), reduced(0)],
-            "normalize": [reduced(1), reduced(1)],
-        }
+    assert counts == {
+        "sum": [reduced(0), reduced(0)],  # the result stays a Partial
+        "mean": [reduced(0), reduced(0)],
+        "prod": [reduced(0), (0, {"all_reduce": 2}, 3 * rows)],  # the other factors, and how many zeros (int64)
+        "amax": [reduced(0), (0, {"all_reduce": 2}, 3 * rows)],  # the extreme, and how often it stands there
+        "norm": [reduced(1), reduced(0)],
+        "var": [reduced(2), reduced(1)],
+        "nansum": [reduced(0), reduced(0)],
+        "count_nonzero": [reduced(0), reduced(0)],
+        "normalize": [reduced(1), reduced(1)],
+    }
 
 
 def operand():

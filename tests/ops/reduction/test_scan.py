@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.distributed as dist
 from alike import raises_alike
 from on_ranks import on_ranks
 from row_cases import CUTS, check_all, values
@@ -13,7 +14,6 @@ from shardtensor import UnsupportedSharding
 from shardtensor.testing import (
     assert_matches_unsharded,
     count_communication,
-    run_distributed,
     shard,
     shared_mesh,
 )
@@ -82,7 +82,8 @@ def test_cumulative_in_half_precision_and_twice():
 # -- what operators along a dim exchange, and errors ----------------------------------------------------------------
 
 
-def communication():
+@on_ranks(2)
+def test_what_travels():
     """``{name: forward and backward as (messages, their bytes, collectives, their bytes)}``"""
     mesh = shared_mesh(2)
     counts = {}
@@ -114,10 +115,6 @@ def communication():
         counts[name] = [
             (c.messages, c.bytes_sent, dict(c.collectives), c.collective_bytes) for c in (forward, backward)
         ]
-    return counts
-
-
-def test_what_travels():
     rows = 4 * 5  # of 9 elements, 6 on rank 0 and 3 on rank 1
     none = (0, 0, {}, 0)
 
@@ -127,32 +124,32 @@ def test_what_travels():
     def gathered(n, size=4):
         return (0, 0, {"all_gather": n}, n * size * rows)
 
-    for rank, counts in enumerate(run_distributed(communication, 2)):
-        expected = {
-            "softmax": [reduced(2), reduced(1)],
-            "log_softmax": [reduced(2), reduced(1)],
-            "logsumexp": [reduced(2), none],
-            "cumsum": [gathered(1), gathered(1)],
-            "logcumsumexp": [gathered(1), gathered(2)],
-            # Backward: how many zeros come before (int64), and three scans.
-            "cumprod": [gathered(1), (0, 0, {"all_gather": 4}, (8 + 3 * 4) * rows)],
-            "max": [(0, 0, {"all_reduce": 2}, (4 + 8) * rows), none],
-            "argmax": [(0, 0, {"all_reduce": 2}, (4 + 8) * rows), none],
-            "cummax": [(0, 0, {"all_gather": 2}, (4 + 8) * rows)] * 2,
-            "aminmax": [none, none],
-            "softmax of whole rows": [none, none],
-            "max of whole rows": [none, none],
-            "sort of whole rows": [none, none],
-        }
-        for name, count in expected.items():
-            assert counts[name] == count, name
-        # Half of what the rank has goes to the other (2 of the 4 rows of 5, or 3 of 5 columns), and back.
-        n = (6, 3)[rank]
-        for name in ("sort", "topk"):
-            (messages, sent, collectives, other), (back, _, back_collectives, _) = counts[name]
-            assert other == 0 and collectives["all_to_all"] == (3 if name == "sort" else 1) == messages
-            assert back == back_collectives["all_to_all"] == (2 if name == "sort" else 1)
-        assert counts["topk"][0][1] == 4 * 4 * n * (2 if rank == 0 else 3)
+    rank = dist.get_rank()
+    expected = {
+        "softmax": [reduced(2), reduced(1)],
+        "log_softmax": [reduced(2), reduced(1)],
+        "logsumexp": [reduced(2), none],
+        "cumsum": [gathered(1), gathered(1)],
+        "logcumsumexp": [gathered(1), gathered(2)],
+        # Backward: how many zeros come before (int64), and three scans.
+        "cumprod": [gathered(1), (0, 0, {"all_gather": 4}, (8 + 3 * 4) * rows)],
+        "max": [(0, 0, {"all_reduce": 2}, (4 + 8) * rows), none],
+        "argmax": [(0, 0, {"all_reduce": 2}, (4 + 8) * rows), none],
+        "cummax": [(0, 0, {"all_gather": 2}, (4 + 8) * rows)] * 2,
+        "aminmax": [none, none],
+        "softmax of whole rows": [none, none],
+        "max of whole rows": [none, none],
+        "sort of whole rows": [none, none],
+    }
+    for name, count in expected.items():
+        assert counts[name] == count, name
+    # Half of what the rank has goes to the other (2 of the 4 rows of 5, or 3 of 5 columns), and back.
+    n = (6, 3)[rank]
+    for name in ("sort", "topk"):
+        (messages, sent, collectives, other), (back, _, back_collectives, _) = counts[name]
+        assert other == 0 and collectives["all_to_all"] == (3 if name == "sort" else 1) == messages
+        assert back == back_collectives["all_to_all"] == (2 if name == "sort" else 1)
+    assert counts["topk"][0][1] == 4 * 4 * n * (2 if rank == 0 else 3)
 
 
 def operand():

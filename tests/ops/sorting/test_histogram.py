@@ -74,7 +74,10 @@ def test_against_one_device(mesh_shape, dims, sizes):
     run_distributed(check, mesh_shape if isinstance(mesh_shape, int) else 4, mesh_shape, dims, sizes)
 
 
-def communication():
+@NO_KERNEL
+@on_ranks(2)
+def test_what_travels():
+    """Two numbers a row of points where no range is given; the counts only for a density."""
     x = shard(torch.randn(100, 2), shared_mesh(2), [Shard(0)], {0: (70, 30)})
     found = []
     for function in (
@@ -87,21 +90,14 @@ def communication():
         with count_communication() as counted:
             y = function()
         found.append((counted.messages, dict(counted.collectives), counted.collective_bytes, y.placements))
-    return found
-
-
-@NO_KERNEL
-def test_what_travels():
-    """Two numbers a row of points where no range is given; the counts only for a density."""
     one = {"all_reduce": 1}
-    for found in run_distributed(communication, 2):
-        assert found == [
-            (0, one, 2 * 4, (Partial(),)),
-            (0, {}, 0, (Partial(),)),
-            (0, one, 5 * 4, (Replicate(),)),
-            (0, one, 2 * 4, (Partial(),)),
-            (0, {"all_reduce": 2}, 2 * (2 * 2 * 4), (Partial(),)),  # edges, and again to count
-        ]
+    assert found == [
+        (0, one, 2 * 4, (Partial(),)),
+        (0, {}, 0, (Partial(),)),
+        (0, one, 5 * 4, (Replicate(),)),
+        (0, one, 2 * 4, (Partial(),)),
+        (0, {"all_reduce": 2}, 2 * (2 * 2 * 4), (Partial(),)),  # edges, and again to count
+    ]
 
 
 def fail(case):

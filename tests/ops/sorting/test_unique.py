@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.distributed as dist
 from on_ranks import on_ranks
-from torch.distributed.tensor import Partial, Replicate, Shard
+from row_cases import placed
+from torch.distributed.tensor import Partial, Shard
 
 from shardtensor import UnsupportedSharding
 from shardtensor.testing import (
     assert_matches_unsharded,
     count_communication,
-    run_distributed,
     run_expecting_errors,
     shard,
     shared_mesh,
@@ -27,10 +28,6 @@ CUTS = [
     (2, (1, 7), (1,), {0: (0, 7)}),
     ((2, 2), (6, 3), (None, 0), {1: (5, 1)}),
 ]
-
-
-def placed(dims):
-    return [Replicate() if d is None else Shard(d) for d in dims]
 
 
 def world_of(mesh_shape):
@@ -61,7 +58,8 @@ def test_against_one_device(mesh_shape, shape, dims, sizes):
         assert_matches_unsharded(lambda x, w: x.bincount(w), numbers, weights.float(), **options)
 
 
-def communication():
+@on_ranks(2)
+def test_what_travels():
     x = shard(torch.arange(100) // 3, shared_mesh(2), [Shard(0)], {0: (70, 30)})
     counts = {}
     for name, function in {
@@ -75,21 +73,17 @@ def communication():
             result = function()
         result = result if isinstance(result, tuple) else (result,)
         counts[name] = counted.bytes_sent, dict(counted.collectives), counted.collective_bytes, result[0].placements
-    return counts
-
-
-def test_what_travels():
     sort = {"all_reduce": 64 // 4, "all_gather": 2}
-    for rank, counts in enumerate(run_distributed(communication, 2)):
-        # The last element of the first rank; how many runs begin where.
-        line = (Shard(0),)
-        assert counts["consecutive"] == (8 * (rank == 0), {"all_to_all": 1, "all_gather": 1}, 16, line)
-        # The numbers are in order already, so that nothing else moves.
-        assert counts["unique"][1] == {**sort, "all_to_all": 2} and counts["unique"][0] == 8 * (rank == 0)
-        assert counts["inverse"][1] == {**sort, "all_to_all": 3} and counts["inverse"][0] == 8 * (rank == 0)
-        # For each of two columns: its digits, and what is below; then how many are equal; how many runs begin where.
-        assert counts["slices"][1] == {"all_reduce": 2 * (64 // 4 + 1), "all_gather": 2, "all_to_all": 2}
-        assert counts["bincount"] == (0, {"all_reduce": 1}, 16, (Partial(),))
+    rank = dist.get_rank()
+    # The last element of the first rank; how many runs begin where.
+    line = (Shard(0),)
+    assert counts["consecutive"] == (8 * (rank == 0), {"all_to_all": 1, "all_gather": 1}, 16, line)
+    # The numbers are in order already, so that nothing else moves.
+    assert counts["unique"][1] == {**sort, "all_to_all": 2} and counts["unique"][0] == 8 * (rank == 0)
+    assert counts["inverse"][1] == {**sort, "all_to_all": 3} and counts["inverse"][0] == 8 * (rank == 0)
+    # For each of two columns: its digits, and what is below; then how many are equal; how many runs begin where.
+    assert counts["slices"][1] == {"all_reduce": 2 * (64 // 4 + 1), "all_gather": 2, "all_to_all": 2}
+    assert counts["bincount"] == (0, {"all_reduce": 1}, 16, (Partial(),))
 
 
 def fail(case):
