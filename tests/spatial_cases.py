@@ -6,6 +6,7 @@ import random
 from contextlib import contextmanager
 from unittest import mock
 
+import pytest
 import torch
 from halves import is_in
 from seeded import seeded
@@ -17,6 +18,10 @@ from shardtensor.testing import assert_matches_unsharded
 
 # How many times as tall as what is computed once more a shard has to be.
 WAYS = {"at once": 1 << 62, "in two": 0, "by owners": 1 << 62}
+# Numbers of ranks and ways: one of each way is in every run.
+OFTEN = ((2, "at once"), (3, "in two"), (4, "by owners"))
+_RARELY = [(n, way) for n in (1, 2, 3, 4) for way in WAYS if (n, way) not in OFTEN]
+IN_WAYS = [*OFTEN, *(pytest.param(*each, marks=pytest.mark.slow) for each in _RARELY)]
 
 
 @contextmanager

@@ -15,7 +15,7 @@ from copied import Copied
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from on_ranks import on_ranks
-from spatial_cases import WAYS, computing, data
+from spatial_cases import IN_WAYS, WAYS, computing, data
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
@@ -100,21 +100,7 @@ def grid(world):
     return cases
 
 
-@pytest.mark.parametrize(
-    ("world", "way"),
-    [
-        (2, "at once"),
-        (3, "in two"),
-        (4, "by owners"),
-        pytest.param(3, "by owners", marks=pytest.mark.slow),
-        pytest.param(1, "at once", marks=pytest.mark.slow),
-        pytest.param(1, "in two", marks=pytest.mark.slow),
-        pytest.param(2, "in two", marks=pytest.mark.slow),
-        pytest.param(3, "at once", marks=pytest.mark.slow),
-        pytest.param(4, "at once", marks=pytest.mark.slow),
-        pytest.param(4, "in two", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize(("world", "way"), IN_WAYS)
 def test_grid_of_kernels_strides_paddings_dilations(world, way):
     cases = grid(world)
     assert len(cases) > 60

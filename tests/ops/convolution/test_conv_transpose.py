@@ -11,7 +11,7 @@ from copied import Copied
 from hypothesis import given
 from hypothesis import strategies as st
 from on_ranks import on_ranks
-from spatial_cases import computing
+from spatial_cases import IN_WAYS, computing
 from torch import nn
 from torch.distributed.tensor import Shard
 
@@ -108,19 +108,7 @@ def grid(world):
     return cases
 
 
-@pytest.mark.parametrize(
-    ("world", "way"),
-    [
-        (2, "at once"),
-        (3, "in two"),
-        (4, "by owners"),
-        pytest.param(1, "at once", marks=pytest.mark.slow),
-        pytest.param(2, "in two", marks=pytest.mark.slow),
-        pytest.param(3, "at once", marks=pytest.mark.slow),
-        pytest.param(4, "at once", marks=pytest.mark.slow),
-        pytest.param(4, "in two", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize(("world", "way"), IN_WAYS)
 def test_grid(world, way):
     cases = grid(world)
     assert len(cases) > 50
