@@ -71,7 +71,7 @@ def test_linear(mesh_shape, cases):
 
 
 A, B = {0: (5, 3)}, {0: (1, 2)}
-# (shape, placements, sizes) of both operands of a matmul on two ranks
+# (shape, placements, sizes) of both operands of a matmul on two ranks; test_contraction.py has all pairs of cuts
 MATMUL = [
     # rows
     ((8, 4), [Shard(0)], A, (4, 6), WHOLE, None),
@@ -83,14 +83,11 @@ MATMUL = [
     ((2, 4, 3), WHOLE, None, (3, 8), [Shard(1)], A),
     ((3,), WHOLE, None, (3, 8), [Shard(1)], A),
     # the contracted dim, the other operand cut alike or not at all
-    ((4, 8), [Shard(1)], A, (8, 6), [Shard(0)], A),
     ((4, 8), [Shard(1)], A, (8, 6), WHOLE, None),
     ((4, 8), WHOLE, None, (8, 6), [Shard(0)], {0: (0, 8)}),
-    ((2, 4, 8), [Shard(2)], A, (2, 8, 6), [Shard(1)], A),
     ((8,), [Shard(0)], A, (8,), [Shard(0)], A),
     ((4, 8), [Shard(1)], A, (8,), [Shard(0)], A),
     # batch dims, of both or of one that the other is broadcast along
-    ((3, 4, 5), [Shard(0)], B, (3, 5, 6), [Shard(0)], B),
     ((3, 4, 5), [Shard(0)], B, (3, 5, 6), WHOLE, None),
     ((3, 4, 5), WHOLE, None, (3, 5, 6), [Shard(0)], B),
     ((3, 4, 5), [Shard(0)], B, (5, 6), WHOLE, None),
@@ -136,29 +133,6 @@ def test_matmul_on_a_mesh_of_two_dims():
         assert_matches_unsharded(
             torch.matmul, data(*a), data(*b), mesh_shape=(2, 2), placements=[pa, pb], shard_sizes=[sa, sb]
         )
-
-
-@on_ranks(2)
-def test_products_by_name():
-    """Where what is summed over is sharded, and with plain operands; torch's samples have the others."""
-
-    def check(function, *operands):
-        tensors, placements, sizes = zip(*operands)
-        assert_matches_unsharded(function, *tensors, mesh_shape=2, placements=list(placements), shard_sizes=list(sizes))
-
-    rows = (data(8, 4), [Shard(0)], A)
-    weight, added = (data(4, 6), WHOLE, None), (data(6), WHOLE, None)
-    check(torch.mm, (data(3, 8), [Shard(1)], A), (data(8, 2), [Shard(0)], A))
-    check(lambda x, w, b: torch.addmm(b, x, w, beta=0.5, alpha=2), rows, weight, added)
-    check(lambda x, w, b: torch.addmm(b, x, w), (data(3, 8), [Shard(1)], A), (data(8, 6), [Shard(0)], A), added)
-    batches = (data(3, 4, 5), [Shard(0)], B)
-    check(lambda a, b, c: torch.baddbmm(c, a, b), batches, (data(3, 5, 2), WHOLE, None), (data(3, 1, 2), WHOLE, None))
-    check(torch.mv, (data(3, 8), [Shard(1)], A), (data(8), [Shard(0)], A))
-    # Plain operands count as replicated, whichever dim of theirs has to be cut.
-    plain = data(8, 2)
-    check(lambda x: torch.mm(x, plain), (data(3, 8), [Shard(1)], A))
-    check(lambda x: torch.mm(plain.t(), x), (data(8, 3), [Shard(0)], A))
-    check(lambda x: torch.mm(x, plain[:4]), rows)
 
 
 @on_ranks(2)

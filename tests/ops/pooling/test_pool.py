@@ -72,16 +72,9 @@ def window_cases():
         ("unequal", lambda x: F.max_pool2d(x, (3, 2), (2, 1), (1, 0)), (2, 3, 9, 8), (2, 3)),
         ("unequal avg", lambda x: F.avg_pool2d(x, (3, 2), (2, 1), (1, 0), ceil_mode=True), (2, 3, 9, 8), (2, 3)),
         ("module", nn.MaxPool2d(3, 2, 1), (2, 3, 9, 8), (2, 3)),
-        ("avg module", nn.AvgPool3d(3, 2, 1), (2, 3, 9, 8, 5), (2, 3, 4)),
         ("indices", lambda x: F.max_pool2d(x, 3, 2, 1, return_indices=True), (2, 3, 9, 8), (2, 3)),
         ("indices 1d", lambda x: F.max_pool1d(x, 3, 2, 1, return_indices=True), (2, 3, 9), (2,)),
         ("indices 3d", nn.MaxPool3d(3, 2, 1, return_indices=True), (2, 3, 9, 8, 5), (2, 3, 4)),
-        ("torch.max_pool2d", lambda x: torch.max_pool2d(x, 2), (2, 3, 9, 8), (2, 3)),
-        ("torch with indices", lambda x: torch.max_pool1d_with_indices(x, 2), (2, 3, 9), (2,)),
-        ("aten.max_pool2d", lambda x: torch.ops.aten.max_pool2d(x, 3, 2, 1), (2, 3, 9, 8), (2, 3)),
-        ("aten.avg_pool2d", lambda x: torch.ops.aten.avg_pool2d(x, 3, 2, 1), (2, 3, 9, 8), (2, 3)),
-        ("aten 3d", lambda x: torch.ops.aten.max_pool3d_with_indices(x, 2), (2, 3, 5, 4, 6), (2, 3)),
-        ("_nn.max_pool2d_with_indices", lambda x: torch._C._nn.max_pool2d_with_indices(x, 2), (2, 3, 5, 4), (2, 3)),
         ("lp", lambda x: F.lp_pool2d(x, 2.0, 3, 2), (2, 3, 9, 8), (2, 3)),
         ("lp of infinity", lambda x: F.lp_pool2d(x, math.inf, 3, 2), (2, 3, 9, 8), (2, 3)),
         ("ties", lambda x: F.max_pool2d(x.round() / 2, 4, 2, 1, return_indices=True), (2, 3, 11, 9), (2, 3)),
@@ -112,9 +105,6 @@ def adaptive_cases():
         ("one channel", lambda x: F.adaptive_max_pool1d(x, 1), (2, 1, 8), (1, 2)),
         ("one channel avg", lambda x: F.adaptive_avg_pool2d(x, (1, 3)), (2, 1, 8, 5), (1, 2)),
         ("head", nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten()), (2, 3, 8, 7), (2, 3)),
-        ("aten.adaptive_avg_pool2d", lambda x: torch.ops.aten.adaptive_avg_pool2d(x, (3, 1)), (2, 3, 8, 5), (2, 3)),
-        ("aten.adaptive_max_pool2d", lambda x: torch.ops.aten.adaptive_max_pool2d(x, (3, 1)), (2, 3, 8, 5), (2, 3)),
-        ("torch", lambda x: torch.adaptive_max_pool1d(x, 2), (2, 3, 8), (2,)),
     ]
     return cases
 

@@ -75,8 +75,6 @@ def cases():
     add(4, 3, 5, 6, dims=(0, 1), scale_factor=1.7, mode="bicubic")
     result += [
         ("Upsample", nn.Upsample(scale_factor=2, mode="bilinear"), (2, 3, 7, 6), (2, 3)),
-        ("UpsamplingNearest2d", nn.UpsamplingNearest2d(scale_factor=3), (2, 3, 7, 6), (2, 3)),
-        ("UpsamplingBilinear2d", nn.UpsamplingBilinear2d(size=(9, 11)), (2, 3, 7, 6), (2, 3)),
         ("integers", lambda x: F.interpolate((x * 10).to(torch.uint8), scale_factor=1.5), (2, 3, 7, 6), (2, 3)),
     ]
     return result
@@ -353,13 +351,8 @@ def test_taps_are_torchs_and_every_part_can_be_computed_from_what_it_reads(sizes
 def test_operators_called_by_name():
     aten = torch.ops.aten
     cases = [
-        (lambda x: aten.upsample_nearest1d(x, [9]), (2, 3, 5)),
-        (lambda x: aten.upsample_linear1d(x, [9], False), (2, 3, 5)),
-        (lambda x: aten.upsample_bilinear2d(x, [9, 4], True), (2, 3, 5, 3)),
         (lambda x: aten.upsample_bicubic2d.default(x, [10, 6], False, 2.0, 2.0), (2, 3, 5, 3)),
         (lambda x: aten._upsample_bilinear2d_aa(x, [3, 4], align_corners=False), (2, 3, 5, 3)),
-        (lambda x: aten.upsample_trilinear3d(x, [9, 4, 2], False, None, None, None), (1, 2, 5, 3, 2)),
-        (lambda x: aten._upsample_nearest_exact2d(x, [9, 4], None, None), (2, 3, 5, 3)),
     ]
     for function, shape in cases:
         torch.manual_seed(0)

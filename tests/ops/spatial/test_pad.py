@@ -55,16 +55,6 @@ def cases():
     add("unbatched", lambda x: F.pad(x, (1, 1, 2, 2), mode="reflect"), 3, 7, 6, dims=(1, 2))
     add("unbatched circular", lambda x: F.pad(x, (1, 1, 2, 2), mode="circular"), 3, 7, 6, dims=(1, 2))
     add("zero module", nn.ZeroPad2d((1, 2, 0, 3)), 2, 3, 7, 6)
-    add("constant module", nn.ConstantPad1d(2, 0.5), 2, 3, 7)
-    add("reflection module", nn.ReflectionPad2d(2), 2, 3, 7, 6)
-    add("replication module", nn.ReplicationPad3d(2), 2, 3, 4, 5, 6)
-    add("circular module", nn.CircularPad2d((1, 2, 3, 1)), 2, 3, 7, 6)
-    add("constant_pad_nd", lambda x: torch.constant_pad_nd(x, (1, 2, 3, 4), 1.5), 2, 3, 7, 6)
-    add("aten.constant_pad_nd", lambda x: torch.ops.aten.constant_pad_nd(x, (1, 2, 3, 4), 1.5), 2, 3, 7, 6)
-    add("aten.reflection_pad2d", lambda x: torch.ops.aten.reflection_pad2d(x, (1, 2, 3, 4)), 2, 3, 7, 6)
-    add("_nn.pad", lambda x: torch._C._nn.pad(x, (1, 2), "constant", 1.5), 2, 3, 7, 6)
-    add("_nn.reflection_pad1d", lambda x: torch._C._nn.reflection_pad1d(x, (1, 2)), 2, 3, 7)
-    add("_nn.replication_pad2d", lambda x: torch._C._nn.replication_pad2d(x, 2), 2, 3, 7, 6)
     add("integers", lambda x: F.pad((x * 10).long(), (1, 2, 3, 4), value=7), 2, 3, 7, 6)
     return result
 
