@@ -191,17 +191,17 @@ class Transfers:
     """Counts the exchanges that this rank starts."""
 
     def __enter__(self):
-        self.count, self._begin = 0, exchange.begin
+        self.count, self._record = 0, exchange.record
 
-        def begin(*args, **kwargs):
+        def record(*args, **kwargs):
             self.count += 1
-            return self._begin(*args, **kwargs)
+            return self._record(*args, **kwargs)
 
-        exchange.begin = begin
+        exchange.record = record
         return self
 
     def __exit__(self, *_):
-        exchange.begin = self._begin
+        exchange.record = self._record
 
 
 @on_ranks(2, timeout=100)

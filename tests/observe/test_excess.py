@@ -53,8 +53,9 @@ def test_repeated_work_is_named_with_its_source():
     shown = found.share()
     assert "mlp: work 2.00, kept memory 2.00" in shown
     assert "mlp.0" not in shown.split("alike")[0]  # it is the same as that of mlp
-    assert "is done on every rank alike, from mlp.0 linear on. attention multi_head_attention_forward of" in shown
-    assert "gives R, (64, 2, 32): all ranks have all of it. Shard another dim of its operands" in shown
+    assert "is done on every rank alike, from mlp.0 linear on.\n" in shown
+    assert "attention multi_head_attention_forward gives R, (64, 2, 32), of\n    (256, 2, 32) S(0)[128, 128]" in shown
+    assert "all ranks have all of it. Shard another dim of its operands" in shown
     assert shown in str(found)
 
 
@@ -69,7 +70,7 @@ def test_operands_that_were_never_sharded_are_named():
 
     inputs = [torch.empty(2, 64, 8), torch.empty(2, 64, 8)]
     found = shardtensor.explain(Beside(), *inputs, mesh=2, shard=[1, (None,)])
-    assert "Its operands are not sharded: (2, 64, 8) R. Shard what they are computed from" in found.share()
+    assert "Its operands are not sharded: (2, 64, 8) R.\n    Shard what they are computed from" in found.share()
 
 
 class Branching(nn.Conv2d):
@@ -89,4 +90,4 @@ def test_command(capsys, monkeypatch):
     command = "explain models_of_test:Perceiver --input 2x256x32 --mesh 2 --shard 1 --share"
     assert main(command.split()) == 0
     shown = capsys.readouterr().out
-    assert shown.startswith("a rank, relative to its part of the input") and "alike, from mlp.0 linear on" in shown
+    assert shown.startswith("1.0 is a rank's part of the input: work 1.5") and "alike, from mlp.0 linear on" in shown

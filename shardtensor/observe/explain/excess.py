@@ -89,16 +89,20 @@ def repeated(layers: Sequence[Layer], parts: dict[int, float]) -> str:
     text = f"{work / total:.0%} of the work is done on every rank alike, from {first.name} on."
     sources = [layer for layer in layers[: same[0] + 1] if _gathers(layer)]
     if not sources:
-        return (
-            f"{text} Its operands are not sharded: {'; '.join(first.operands) or 'they are plain tensors'}. Shard what "
-            "they are computed from: list it in shard=, or redistribute it to shard its longest dim."
-        )
+        reason = f"Its operands are not sharded: {'; '.join(first.operands) or 'they are plain tensors'}."
+        remedy = "Shard what they are computed from: list it in shard=, or redistribute it to shard its longest dim."
+        return "\n    ".join([text, reason, remedy])
     source = sources[-1]
     shape = max(source.shapes, key=len)
     longest = max(range(len(shape)), key=lambda d: shape[d]) if shape else 0
-    return (
-        f"{text} {source.name} of {'; '.join(source.operands)} gives {source.layout}, {tuple(shape)}: all ranks have "
-        f"all of it. Shard another dim of its operands, or redistribute its result, e.g. to Shard({longest})."
+    return "\n    ".join(
+        [
+            text,
+            f"{source.name} gives {source.layout}, {tuple(shape)}, of",
+            f"{'; '.join(source.operands)}:",
+            "all ranks have all of it. Shard another dim of its operands, or",
+            f"redistribute its result, e.g. to Shard({longest}).",
+        ]
     )
 
 

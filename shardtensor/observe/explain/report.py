@@ -67,7 +67,7 @@ class Explanation:
         """
         if not self.parts:
             return "not compared with one process: nothing is sharded, or the model reads values, or needs ShardTensors"
-        lines = [f"a rank, relative to its part of the input (1.0 is ideal): {self.excess}"]
+        lines = [f"1.0 is a rank's part of the input: {self.excess}"]
         lines += [f"    {path}: {excess}" for path, excess in by_module(self.layers, self.parts)]
         return "\n".join([*lines, *filter(None, [repeated(self.layers, self.parts)])])
 
