@@ -101,28 +101,28 @@ def run(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any], *, moves:
             return result
     if opens and is_inplace(func) and is_open(first):
         decide(func, args, kwargs)
-    key, executor, tensors, given = look_up(func, args, kwargs)
+    key, plan, tensors, given = look_up(func, args, kwargs)
     local_args, local_kwargs = given, {}
     if kwargs:
         local_args, local_kwargs = given[: len(args)], dict(zip(kwargs, given[len(args) :], strict=True))
-    if type(executor) is _Form:
-        result = _as_above(executor.handler, func, args, kwargs)
+    if type(plan) is _Form:
+        result = _as_above(plan.handler, func, args, kwargs)
         if result is not NotImplemented:
             return result
-        executor = None
-    if executor is None:
+        plan = None
+    if plan is None:
         made = _planned(func, args, kwargs, key, tensors)
         if isinstance(made, _Done):
             return made.value
-        executor = made
-    if executor.plain is not None and executor.plain.note(tensors):
-        executor.plain = None
-    if executor.prepares or not moves:
-        local_args = executor.prepared(func, args, local_args, local_kwargs, moves)
-    result = executor.call(*local_args, **local_kwargs)
-    if executor.spec is not None:
-        return wrap(result, executor.spec)
-    return executor.give(executor, result, func, args, kwargs, given)
+        plan = made
+    if plan.plain is not None and plan.plain.note(tensors):
+        plan.plain = None
+    if plan.prepares or not moves:
+        local_args = _prepared(plan, func, args, local_args, local_kwargs, moves)
+    result = plan.call(*local_args, **local_kwargs)
+    if plan.new is not None:
+        return wrap(result, plan.new)
+    return plan.give(plan, result, func, args, kwargs, given)
 
 
 def _unusual(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any], opens: bool) -> Any:
@@ -140,70 +140,52 @@ def _unusual(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any], open
     return NotImplemented
 
 
-# -- executors ---------------------------------------------------------------------------------------------------------
-
-# What an operator returns, made of what its executor's ``call`` returned: ``(executor, result, func, args, kwargs,
-# local arguments)``.
-Give = Callable[..., Any]
+# -- plans, completed --------------------------------------------------------------------------------------------------
 
 
-@dataclass(slots=True)
-class Executor:
-    """How the calls of a plan run: all that follows from the operator and the plan is chosen once.
+def _complete(plan: AtenPlan, func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+    """Choose how the calls of a plan run that a rule has made for these arguments."""
+    view, writes, own = returns_view(func), is_inplace(func), plan.call
+    if type(plan.outputs) is ShardTensorSpec and own is None and not (view or writes or plan.opens):
+        plan.new = plan.outputs
+    plan.prepares = writes or bool(plan.inputs) or plan.keeps is not None
+    plan.give = _as_it_is
+    if writes:
+        plan.give = _after_write
+    elif view:
+        plan.give = partial(_views, plan.moves or plan.may_copy or args[0].dtype in INDICES)
+    elif plan.outputs is not None:
+        plan.give = partial(_new_tensors, own is not None and not plan.opens and func not in RESHAPES)
+    call = own or kernel(func)
+    if view or func._schema.is_mutable:
+        call = counting_writes(call)
+    if own is not None and (plan.moves or not view):
+        call = _labelled(call, label(func.__name__, plan.outputs, {**dict(enumerate(args)), **kwargs}))
+    plan.call = call
 
-    Attributes:
-        plan: what the rule has made.
-        call: runs on the local arguments.
-        prepares: something is done to the local arguments before, see :meth:`prepared`.
-        spec: that of the result, where it is new and one; None: :attr:`give` makes what is returned.
-        plain: the plain operands, by their path; None if there are none to look at.
-    """
 
-    plan: AtenPlan
-    call: Callable[..., Any]
-    prepares: bool
-    spec: ShardTensorSpec | None
-    give: Give
-    plain: PlainOperands | None
-
-    @staticmethod
-    def of(func: OpOverload, plan: AtenPlan, args: Sequence[Any], kwargs: dict[str, Any]) -> Executor:
-        """The executor of a plan that was made for these arguments, but for their plain operands."""
-        view, writes, one = returns_view(func), is_inplace(func), type(plan.outputs) is ShardTensorSpec
-        call = plan.call or kernel(func)
-        if view or func._schema.is_mutable:
-            call = counting_writes(call)
-        if plan.call is not None and (plan.moves or not view):
-            call = _labelled(call, label(func.__name__, plan.outputs, {**dict(enumerate(args)), **kwargs}))
-        give: Give = _as_it_is
-        if writes:
-            give = _after_write
-        elif view:
-            give = partial(_views, plan.moves or plan.may_copy or args[0].dtype in INDICES)
-        elif plan.outputs is not None:
-            give = partial(_new_tensors, plan.call is not None and not plan.opens and func not in RESHAPES)
-        new = one and plan.call is None and not (view or writes or plan.opens)
-        prepares = writes or bool(plan.inputs) or plan.keeps is not None
-        return Executor(plan, call, prepares, plan.outputs if new else None, give, None)
-
-    def prepared(
-        self, func: OpOverload, args: Sequence[Any], local_args: list[Any], kwargs: dict[str, Any], moves: bool
-    ) -> list[Any]:
-        """The local arguments as the plan needs them: some are redistributed, in ``kwargs`` in their places."""
-        plan = self.plan
-        if is_inplace(func):
-            _check_written(func, args)
-        if not moves and plan.moves:
-            raise refuse(func, args[0], "it would have to be redistributed", "take the view later")
-        held = list(local_args)
-        for path, source, target in plan.inputs:
-            holder = kwargs if isinstance(path[0], str) else held
-            for step in path[:-1]:
-                holder = holder[step]
-            holder[path[-1]] = redistribute_local(holder[path[-1]], source, target)
-        if plan.keeps is not None:
-            kwargs["keeper"] = operand(args, plan.keeps)
-        return held
+def _prepared(
+    plan: AtenPlan,
+    func: OpOverload,
+    args: Sequence[Any],
+    local_args: list[Any],
+    kwargs: dict[str, Any],
+    moves: bool,
+) -> list[Any]:
+    """The local arguments as a plan needs them: some are redistributed, in ``kwargs`` in their places."""
+    if is_inplace(func):
+        _check_written(func, args)
+    if not moves and plan.moves:
+        raise refuse(func, args[0], "it would have to be redistributed", "take the view later")
+    held = list(local_args)
+    for path, source, target in plan.inputs:
+        holder = kwargs if isinstance(path[0], str) else held
+        for step in path[:-1]:
+            holder = holder[step]
+        holder[path[-1]] = redistribute_local(holder[path[-1]], source, target)
+    if plan.keeps is not None:
+        kwargs["keeper"] = operand(args, plan.keeps)
+    return held
 
 
 def _labelled(call: Callable[..., Any], text: str) -> Callable[..., Any]:
@@ -221,18 +203,17 @@ def _labelled(call: Callable[..., Any], text: str) -> Callable[..., Any]:
     return labelled
 
 
-def _as_it_is(executor: Executor, result: object, *_: object) -> object:
+def _as_it_is(plan: AtenPlan, result: object, *_: object) -> object:
     return result
 
 
-def _after_write(executor: Executor, result: Any, func: OpOverload, args: Sequence[Any], *_: object) -> Any:
+def _after_write(plan: AtenPlan, result: Any, func: OpOverload, args: Sequence[Any], *_: object) -> Any:
     _note_writes(args)
-    return args[0] if executor.plan.returns_self else result
+    return args[0] if plan.returns_self else result
 
 
-def _new_tensors(copies: bool, executor: Executor, result: Any, *call: Any) -> object:
+def _new_tensors(copies: bool, plan: AtenPlan, result: Any, *call: Any) -> object:
     """New tensors. Where the plan's own call may have returned a part of an operand, that is copied."""
-    plan = executor.plan
     out = _wrapped(result, plan.outputs, call[-1] if copies else ())
     if plan.opens and not tracing():
         leave_open(out)
@@ -241,7 +222,7 @@ def _new_tensors(copies: bool, executor: Executor, result: Any, *call: Any) -> o
 
 def _views(
     noted: bool,
-    executor: Executor,
+    plan: AtenPlan,
     result: Any,
     func: OpOverload,
     args: Sequence[Any],
@@ -249,9 +230,9 @@ def _views(
     _: object,
 ) -> object:
     """Views. Where they are ``noted``, something has to be known of all of them, see :func:`_as_views`."""
-    out = _wrapped(result, executor.plan.outputs)
+    out = _wrapped(result, plan.outputs)
     if noted or represents_view(args[0]) or is_open(args[0]):
-        return _as_views(out, func, args, kwargs, executor.plan)
+        return _as_views(out, func, args, kwargs, plan)
     return out
 
 
@@ -303,8 +284,8 @@ def _note_writes(args: Sequence[Any]) -> None:
 
 def _planned(
     func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any], key: PlanKey, tensors: Sequence[Tensor]
-) -> Executor | _Done:
-    """The executor of a call, made and kept; or the call's result, where that came about meanwhile."""
+) -> AtenPlan | _Done:
+    """The plan of a call, made and kept; or the call's result, where that came about meanwhile."""
     if is_inplace(func):
         _check_written(func, args)
     try:
@@ -317,15 +298,15 @@ def _planned(
     if isinstance(plan, _Form):
         keep_plan(key, plan)
     if plan is None or isinstance(plan, _Form):
-        return made  # type: ignore[return-value]  # it is one that is done
-    executor = Executor.of(func, plan, args, kwargs)
+        return made
+    _complete(plan, func, args, kwargs)
     mesh = next(t.device_mesh for t in tensors if isinstance(t, DTensor))
-    executor.plain = PlainOperands.among(func.__name__, mesh, enumerate(tensors))
-    keep_plan(key, executor)
+    plan.plain = PlainOperands.among(func.__name__, mesh, enumerate(tensors))
+    keep_plan(key, plan)
     if not isinstance(made, _Done):
-        return executor
-    if executor.plain is not None:
-        executor.plain.note(tensors)
+        return plan
+    if plan.plain is not None:
+        plan.plain.note(tensors)
     if is_inplace(func):
         _note_writes(args)
     elif returns_view(func):

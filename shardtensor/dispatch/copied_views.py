@@ -66,7 +66,7 @@ def mark_copied(view: View, viewed: Tensor, copies: Copies | Moved = _OUT_OF_DAT
     """Record that ``view`` represents a view of ``viewed`` but is a copy: on all ranks, or this one made ``copies``."""
     noted: Any = view  # these attributes are ShardTensor's, which is defined on top of this module
     noted._copied, noted._viewed = copies, (viewed, _version(viewed))
-    not_for_graphs(_local(view))  # a graph has no such record, so flattening the tensor is refused
+    not_for_graphs(noted._local_tensor)  # a graph has no such record, so flattening the tensor is refused
     return view
 
 

@@ -70,6 +70,10 @@ class AtenPlan:
         keeps: the path of an operand with which ``call``, which gets it by the name ``keeper``, keeps what it finds
             about its values, see index_findings.py.
         opens: the layout of the result, a new tensor, is open, see open_layouts.py.
+        prepares: something is done to the local arguments before ``call``.
+        new: the spec of the result, where it is one new tensor; None: :attr:`give` makes what is returned.
+        give: makes it of ``(plan, result of call, func, args, kwargs, local arguments)``.
+        plain: the plain operands, by their path; None if there are none to look at.
     """
 
     outputs: Any
@@ -80,6 +84,11 @@ class AtenPlan:
     call_moves: bool = False
     keeps: Path | None = None
     opens: bool = False
+    # Filled in where the plan is kept, see aten_calls.py: what follows from the operator and the plan is chosen once.
+    prepares: bool = False
+    new: ShardTensorSpec | None = None
+    give: Callable[..., Any] | None = None
+    plain: PlainOperands | None = None
 
     @property
     def moves(self) -> bool:
@@ -200,7 +209,7 @@ def argument(call: AtenCall, index: int, name: str, default: object) -> Any:
 
 
 class KeptPlan(Protocol):
-    """What the cache keeps for a call: above autograd an operator's plan, below it the executor of a plan.
+    """What the cache keeps for a call: an operator's plan, above autograd or below.
 
     Attributes:
         plain: the plain tensors of calls, which ranks compare at first; None if there are none to look at.

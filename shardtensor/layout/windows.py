@@ -27,7 +27,7 @@ class Window:
 
     Example:
         >>> w = Window(size=9, kernel=3, stride=2, before=1, after=1)
-        >>> w.outputs, map_boundaries((4, 5), w.boundary), w.reads((0, 2))
+        >>> w.outputs, map_boundaries((4, 5), w.owned_boundary), w.reads((0, 2))
         (5, (2, 3), (-1, 4))
     """
 

@@ -2,7 +2,7 @@
 
 A plain weight that meets a sharded input gets, on each rank, only the contribution of that rank's shard. The sum over
 the domain is done here, in the gradient's own way back, so ``.grad`` is plain and complete and optimizers, DDP and
-FSDP see what they see on one device.
+FSDP see what they see on one device. Whether a gradient may come late is decided in _compat/data_parallel.py.
 
 [Note: rounded contributions] In half precision a rank's contribution is what torch's kernel returns: summed in float32
 and rounded, as the contributions of DDP's ranks are. The sum over ranks is in float32. So contributions are converted,

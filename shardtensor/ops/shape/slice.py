@@ -232,8 +232,8 @@ def _select_above_autograd(call: Arguments, input: ShardTensorSpec, dim: int, in
     slot = _Slot(d, at, kept, _without(_summed(input, d, at), d), _read_entry(input, d, at))
 
     def entry(x: Tensor) -> Tensor:
-        result = mark_copied(_Entry.apply(x, slot), x, Moved(again=entry))
-        result._entry_of = x, d, at  # for writing there, see getitem.py
+        result: ShardTensor = mark_copied(_Entry.apply(x, slot), x, Moved(again=entry))
+        result._entry_of = x, d, at  # type: ignore[attr-defined]  # for writing there, see getitem.py
         return result
 
     return Composed(entry)
@@ -243,7 +243,7 @@ class _Slot(NamedTuple):
     """Where an entry is, and how it lies: with its dim ``kept``, and as the result is."""
 
     dim: int
-    index: int
+    at: int
     kept: ShardTensorSpec
     result: ShardTensorSpec
     read: Callable[..., Tensor]
