@@ -5,7 +5,8 @@ for imaginary parts of the diagonal. torch's forward mode takes a tangent as it 
 made of gradients would see the tangent's Hermitian part alone. So if tangents will be pushed, these functions have a
 gradient of their own: torch's formula, in which the step that makes the gradient Hermitian lets tangents pass.
 Everything else that is made of the gradient, such as second derivatives, follows. The phases of a complex ``svd``'s
-vectors are free, and forward mode turns left and right vectors alike, which gradients do not tell.
+vectors are free, and forward mode turns left and right vectors alike, which gradients do not tell. The gradient of a
+real ``logcumsumexp`` is computed in logarithms, which have no derivative where a gradient is zero, as it is here.
 """
 
 from __future__ import annotations
@@ -125,6 +126,20 @@ def _of_svd(matrix: Tensor, full_matrices: bool = True, *, driver: str | None = 
     return pull_back
 
 
+def _of_logcumsumexp(x: Tensor, dim: int) -> PullBack | None:
+    def pull_back(results: Sequence[Tensor], grads: Sequence[Tensor | None]) -> Tensor | None:
+        (result,), (grad,) = results, grads
+        if grad is None:
+            return None
+        largest = x.detach().amax(dim, keepdim=True)
+        largest = torch.where(largest.isfinite(), largest, 0)
+        later = (grad * (largest - result).exp()).flip(dim).cumsum(dim).flip(dim)
+        gradient: Tensor = (x - largest).exp() * later
+        return gradient
+
+    return None if x.is_complex() or not x.numel() else pull_back
+
+
 def _skew(matrix: Tensor) -> Tensor:
     return matrix - matrix.mH
 
@@ -143,6 +158,7 @@ _FORMS: dict[Any, Callable[..., PullBack | None]] = {
     torch.linalg.eigvalsh: _of_eigh,
     torch.ops.aten._linalg_eigh: _of_eigh,
     torch.linalg.svd: _of_svd,
+    torch.logcumsumexp: _of_logcumsumexp,
 }
 
 

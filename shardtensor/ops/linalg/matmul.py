@@ -234,7 +234,7 @@ class LinearPlan(Plan):
 
     saves = (0, 1)
     saved_for = {0: 1}
-    twice = True
+    twice = new = True
     depends = {0: (1,), 1: (0,), 2: ()}
     outputs: ShardTensorSpec
 

@@ -22,6 +22,7 @@ from ...dispatch.registry import DECLINED
 from ...dispatch.tensor import ShardTensor, as_gradient, wrap
 from ...layout.spec import ShardTensorSpec
 from ...operators.declaration import Arguments, Composed, operator
+from ...operators.forward_mode import decomposed
 from ...operators.plan import LocalPlan, Plan
 from ..common.alignment import wide_dtype
 from ..common.reduce import check_dtype, kernel_dtype, mesh_dims_of, plain_tuple, plan_picking, reduced_dims
@@ -153,7 +154,7 @@ def plan_logcumsumexp(call: Arguments, input: ShardTensorSpec, dim: int) -> Plan
     (along,) = reduced_dims(dim, len(input.shape))
     kernel_dtype(call, torch.logcumsumexp, input, along)  # torch's own errors
     if not mesh_dims_of(input, [along]):
-        return LocalPlan(lambda x: x.logcumsumexp(along), input)
+        return LocalPlan(lambda x: decomposed(torch.logcumsumexp, (x, along), {}), input)
     return Composed(lambda x: _DifferentiatedOnce.apply(x, along, x.dtype, "logsumexp"))
 
 

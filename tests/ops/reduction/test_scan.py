@@ -173,3 +173,14 @@ ERRORS = {
 @pytest.mark.parametrize("name", ERRORS)
 def test_errors_are_the_same_on_every_rank(name):
     raises_alike(operand, name)
+
+
+@on_ranks(2)
+def test_tangents_of_logcumsumexp():
+    """Along whole rows; torch's gradient in logarithms has no derivative where a gradient is zero."""
+    x, tangent = torch.randn(2, 3, 5, dtype=torch.float64)
+    x[0, 2] = -40.0
+    expected = torch.func.jvp(lambda t: t.logcumsumexp(1), (x,), (tangent,))[1]
+    operands = (shard(t, shared_mesh(2), [Shard(0)], {0: (1, 2)}) for t in (x, tangent))
+    found = torch.func.jvp(lambda t: t.logcumsumexp(1), *((t,) for t in operands))[1]
+    torch.testing.assert_close(found.full_tensor(), expected, rtol=1e-10, atol=1e-12)
