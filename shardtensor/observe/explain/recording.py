@@ -9,6 +9,7 @@ to the operator that ran when its number was given.
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -170,7 +171,7 @@ class Row:
     takes_shards: bool = False
     in_turn: bool = False
     ended: bool = False
-    call: int = 0  # which of the model's calls it is: the same number on one process
+    call: int = 0  # of this operator in this module: which one it is, the same on one process
     operands: tuple[str, ...] = ()
 
     def note_result(self, result: Any) -> None:
@@ -222,7 +223,7 @@ class Recorder:
         self._path: list[str] = []
         self._row: Row | None = None
         self._calling = False
-        self._calls = 0
+        self._calls: Counter[tuple[str, str]] = Counter()
         self._weights: Row | None = None
         self._phase = 0
         self._starts: list[int] = []  # numbers of the first nodes of rows, ascending
@@ -310,8 +311,8 @@ class Recorder:
             return func(*args, **kwargs)
         self._close(self._row)
         row = self.open(name)
-        self._calls += 1
-        row.call = self._calls
+        self._calls[row.path, name] += 1
+        row.call = self._calls[row.path, name]
         with self._inside():
             row.note_operands(args, kwargs)
             try:

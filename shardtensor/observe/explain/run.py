@@ -263,8 +263,16 @@ def _explained(job: Job, ranks: Sequence[int], values: bool | None) -> Explanati
     return _joined(job, ranks, runs, notes, _alone(job))
 
 
-def _alone(job: Job) -> Mapping[int, Row] | None:
-    """What one process with the global tensors does, by the number of the call; it has no values, nor the memory.
+_Call = tuple[str, str, int]
+
+
+def _call(row: Row) -> _Call:
+    """What a call is known by on one process, too."""
+    return row.path, row.operator, row.call
+
+
+def _alone(job: Job) -> Mapping[_Call, Row] | None:
+    """What one process with the global tensors does, call by call; it has no values, nor the memory.
 
     None if that is what was run, or if the model does not run so.
     """
@@ -275,7 +283,7 @@ def _alone(job: Job) -> Mapping[int, Row] | None:
         ((rows, _),) = simulate_ranks(_run, 1, alone, without_values)
     except Exception:  # of a model that reads values, or takes nothing but ShardTensors
         return None
-    return {row.call: row for row in rows if row.call}
+    return {_call(row): row for row in rows if row.call}
 
 
 # -- one rank ---------------------------------------------------------------------------------------------------------
@@ -366,7 +374,7 @@ class _Copying(TorchFunctionMode):
 
 
 def _joined(
-    job: Job, ranks: Sequence[int], runs: Sequence[Run], notes: Sequence[str], whole: Mapping[int, Row] | None
+    job: Job, ranks: Sequence[int], runs: Sequence[Run], notes: Sequence[str], whole: Mapping[_Call, Row] | None
 ) -> Explanation:
     """The ranks' rows as layers. All ranks call the same operators in the same order."""
     names = [[(row.path, row.operator) for row in rows] for rows, _ in runs]
@@ -391,7 +399,7 @@ def _joined(
                 _shares(dict(zip(ranks, rows))),
                 first.refused,
                 first.operands,
-                None if whole is None or first.call not in whole else _shares({0: whole[first.call]})[0],
+                None if whole is None or _call(first) not in whole else _shares({0: whole[_call(first)]})[0],
             )
         )
     notes = [*notes, *_far_apart(layers)]
