@@ -289,7 +289,8 @@ def _by_blocks(call: AtenCall, spec: ShardTensorSpec, m: int, dims: Carried) -> 
     """The plan of a reshape that moves what mesh dim ``m`` shards between few blocks.
 
     Moved boundaries and another dim leave some ranks without a part if there are fewer blocks than ranks: a batch of 2
-    images is flattened on 4 ranks, and divided again. The flattened dim is sharded all the same, by one exchange of
+    images is flattened on 4 ranks, and divided again. Others have much more than their part where there are not many
+    more: of 3 frames on 2 ranks one has two. The flattened dim is sharded all the same, and evenly, by one exchange of
     intervals of the blocks. If it is divided, a dim inside of the blocks is sharded, but not their innermost one, which
     what follows may take as a unit (the features of a head).
 
@@ -305,7 +306,7 @@ def _by_blocks(call: AtenCall, spec: ShardTensorSpec, m: int, dims: Carried) -> 
     sizes: tuple[int, ...] | None = None
     if d != lead:
         at = to
-        if spec.shape[lead] // _block(dims[lead]) >= ranks:
+        if _shards_evenly(spec.shape[lead] // _block(dims[lead]), ranks):
             return None
     else:
         inside = (e for e in new_dims[1:-1] if shape[e] >= ranks)
@@ -340,6 +341,12 @@ def _by_blocks(call: AtenCall, spec: ShardTensorSpec, m: int, dims: Carried) -> 
 
 
 THIN = 4
+_EVEN = 1.2  # the largest shard by the mean
+
+
+def _shards_evenly(n: int, ranks: int) -> bool:
+    """Whether a dim of this length gives each rank a part, and none much more than others."""
+    return n >= ranks and max(chunk_sizes(n, ranks)) * ranks <= _EVEN * n
 
 
 def _flattened(m: int, lengths: Sequence[int]) -> Key:

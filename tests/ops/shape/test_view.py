@@ -171,7 +171,8 @@ def test_only_what_has_to_move_moves():
 
 
 TOKENS = [  # shape and cut of a video (N, C, frames, rows, columns); how many all-to-alls make tokens of it; their cut
-    ((1, 6, 3, 5, 4), (3, 2), 1, (40, 20)),  # frames are cut instead of rows
+    ((1, 6, 3, 5, 4), (3, 2), 1, (30, 30)),  # of 3 frames one rank would have two
+    ((1, 6, 5, 5, 4), (3, 2), 1, (60, 40)),  # frames are cut instead of rows
     ((1, 6, 1, 5, 4), (3, 2), 0, (12, 8)),  # there is one frame: rows lead
     ((1, 6, 2, 5, 4), (2, 0, 3), 1, (14, 14, 12)),  # fewer frames than ranks: intervals of each
 ]
@@ -195,21 +196,22 @@ def tokens(shape, sizes, exchanges, cut):
     assert dict(counted.collectives) == ({"all_to_all": 2 * exchanges} if exchanges else {})
 
 
-@pytest.mark.parametrize(("shape", "sizes", "exchanges", "cut"), TOKENS, ids=["frames", "rows", "few frames"])
+@pytest.mark.parametrize(("shape", "sizes", "exchanges", "cut"), TOKENS, ids=["uneven", "frames", "rows", "few frames"])
 def test_tokens_stay_sharded(shape, sizes, exchanges, cut):
     """Pixels that are flattened to tokens stay with many ranks, whatever was cut; a linear layer then sends nothing."""
     run_distributed(tokens, len(sizes), shape, sizes, exchanges, cut)
 
 
-PIXELS = [  # shape and sizes of a video (N, C, frames, rows, columns); the dim and the sizes that its pixels have again
-    ((1, 6, 3, 5, 4), (3, 2), 3, (3, 2)),
-    ((1, 6, 2, 5, 4), (2, 0, 3), 3, (2, 0, 3)),  # fewer frames than ranks
-    ((1, 6, 9, 10, 4), (6, 4), 2, (5, 4)),  # frames enough
-    ((1, 6, 3, 3, 4), (1, 2), 2, (2, 1)),  # not more rows than frames
+# Shape and sizes of a video (N, C, frames, rows, columns), the dim and sizes that its pixels have again, all-to-alls.
+PIXELS = [
+    ((1, 6, 3, 5, 4), (3, 2), 3, (3, 2), 2),
+    ((1, 6, 2, 5, 4), (2, 0, 3), 3, (2, 0, 3), 2),  # fewer frames than ranks
+    ((1, 6, 9, 10, 4), (6, 4), 2, (5, 4), 1),  # frames enough
+    ((1, 6, 3, 3, 4), (1, 2), 2, (2, 1), 2),  # not more rows than frames
 ]
 
 
-def pixels(shape, sizes, dim, again):
+def pixels(shape, sizes, dim, again, exchanges):
     def mixed(x):
         tokens = x.flatten(2).transpose(1, 2)
         tokens = F.linear(tokens, torch.linspace(-1, 1, 36, dtype=x.dtype).reshape(6, 6)).tanh()
@@ -223,15 +225,15 @@ def pixels(shape, sizes, dim, again):
     x = shard(data(*shape), shared_mesh(len(sizes)), [Shard(3)], {0: sizes})
     with count_communication() as counted:
         y = mixed(x)
-    assert dict(counted.collectives) == {"all_to_all": 2 if dim == 3 else 1}
+    assert dict(counted.collectives) == {"all_to_all": exchanges}
     y.mul_(2)
     assert torch.equal(y.full_tensor(), mixed(x).full_tensor() * 2)
 
 
-@pytest.mark.parametrize(("shape", "sizes", "dim", "again"), PIXELS)
-def test_tokens_become_the_pixels_that_they_were(shape, sizes, dim, again):
+@pytest.mark.parametrize(("shape", "sizes", "dim", "again", "exchanges"), PIXELS)
+def test_tokens_become_the_pixels_that_they_were(shape, sizes, dim, again, exchanges):
     """Where ranks would have a few frames each, the rows that were sharded are again."""
-    run_distributed(pixels, len(sizes), shape, sizes, dim, again)
+    run_distributed(pixels, len(sizes), shape, sizes, dim, again, exchanges)
 
 
 # Reshapes of fewer blocks than ranks: the function, the shape, and the sharded dims of operand and result.
