@@ -21,8 +21,10 @@ rounded by :func:`rounded` where it is no contribution. Gradients of weights are
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial, reduce
+from operator import mul
 
 import torch
 import torch.distributed as dist
@@ -40,7 +42,7 @@ from .._compat.c10d import (
 )
 from ..layout.caches import cached
 from ..layout.dtypes import wide_dtype
-from ..layout.intervals import Interval, intervals_of, length, resized
+from ..layout.intervals import Interval, boundaries_of, intervals_of, length, resized
 from ..layout.placements import AxisLayout
 from ..layout.spec import ShardTensorSpec
 from ..layout.strides import cat_like, lies_dense, with_stride
@@ -88,19 +90,43 @@ def _steps(src: ShardTensorSpec, dst: ShardTensorSpec) -> tuple[str, tuple[Calla
     """
     if src.mesh != dst.mesh:
         raise ValueError(f"cannot redistribute from mesh {src.mesh} to {dst.mesh}; only the same mesh is possible")
-    steps: list[Callable[[Tensor], Tensor]] = []
-    source = src
-    while (step := _next_step(src, dst)) is not None:
-        mesh_dim, axis = step
-        target = src.with_axes({mesh_dim: axis})
-        steps.append(_step(src, target, mesh_dim))
-        src = target
-    wide = source.held_dtype
-    if steps and wide != source.tensor_meta.dtype:  # contributions that the caller gave may be narrow
+    steps = [_step(before, after, m) for before, after, m in _stages(src, dst)]
+    wide = src.held_dtype
+    if steps and wide != src.tensor_meta.dtype:  # contributions that the caller gave may be narrow
         steps = [lambda local: local.to(wide), *steps, partial(rounded, spec=dst)]
     if steps and dst.is_replicate() and lies_dense(dst.shape, dst.stride):  # views take a whole tensor as it lies
         steps.append(partial(with_stride, stride=dst.stride))
-    return f"redistribute {source.in_short} to {dst.in_short}" if steps else "", tuple(steps)
+    return f"redistribute {src.in_short} to {dst.in_short}" if steps else "", tuple(steps)
+
+
+@cached(maxsize=4096)
+def bytes_between(src: ShardTensorSpec, dst: ShardTensorSpec) -> int:
+    """How many bytes all ranks of the mesh together send for a redistribution, a few of reductions aside."""
+    return sum(_bytes_of_stage(*stage) for stage in _stages(src, dst))
+
+
+def _bytes_of_stage(src: ShardTensorSpec, dst: ShardTensorSpec, m: int) -> int:
+    """Of a step of :func:`bytes_between`: the specs differ on mesh dim ``m`` only."""
+    old, new, ranks = src.placements[m], dst.placements[m], src.mesh.size(m)
+    copies = math.prod(src.mesh.size(n) for n, p in enumerate(src.placements) if n != m and not isinstance(p, Shard))
+    size = src.shape.numel() * src.held_dtype.itemsize * copies
+    if not size or old.is_replicate() or isinstance(new, Partial):
+        return 0
+    if isinstance(old, Partial):
+        return size * (ranks - 1) * (1 if isinstance(new, Shard) else 2)
+    assert isinstance(old, Shard)
+    if not isinstance(new, Shard):
+        return size * (ranks - 1)
+    before, after = src.sizes_along(m), dst.sizes_along(m)
+    if old.dim == new.dim:
+        bounds, others = boundaries_of(before), boundaries_of(after)
+        starts, stops = map(max, bounds, others), map(min, bounds[1:], others[1:])
+        entries = src.shape[old.dim]
+        kept = sum(b - a for a, b in zip(starts, stops) if a < b)
+    else:
+        entries = src.shape[old.dim] * src.shape[new.dim]
+        kept = sum(map(mul, before, after))
+    return size // entries * (entries - kept)
 
 
 def rounded(local: Tensor, spec: ShardTensorSpec) -> Tensor:
@@ -109,6 +135,15 @@ def rounded(local: Tensor, spec: ShardTensorSpec) -> Tensor:
     if local.dtype in (dtype, spec.held_dtype) or local.dtype != wide_dtype(dtype):
         return local
     return local.to(dtype)
+
+
+def _stages(src: ShardTensorSpec, dst: ShardTensorSpec) -> Iterator[tuple[ShardTensorSpec, ShardTensorSpec, int]]:
+    """The specs before and after each step, and the mesh dim on which they differ."""
+    while (step := _next_step(src, dst)) is not None:
+        m, axis = step
+        after = src.with_axes({m: axis})
+        yield src, after, m
+        src = after
 
 
 def _next_step(src: ShardTensorSpec, dst: ShardTensorSpec) -> tuple[int, AxisLayout] | None:

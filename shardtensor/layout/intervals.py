@@ -95,3 +95,23 @@ def map_boundaries(sizes: Sequence[int], boundary: Callable[[int], int]) -> tupl
         (3, 2)
     """
     return sizes_of([boundary(b) for b in boundaries_of(sizes)])
+
+
+def whole_blocks(sizes: Sequence[int], block: int) -> tuple[int, ...]:
+    """Sizes with every boundary at the nearest multiple of ``block``, which divides their sum.
+
+    Example:
+        >>> whole_blocks((5, 0, 7), 4), whole_blocks((1, 11), 4)
+        ((4, 0, 8), (0, 12))
+    """
+    return map_boundaries(sizes, lambda b: (2 * b + block) // (2 * block) * block)
+
+
+def clipped(sizes: Sequence[int], n: int) -> tuple[int, ...]:
+    """Sizes of a dim of length ``n`` that begins like one with ``sizes``; what is beyond belongs to the last rank.
+
+    Example:
+        >>> clipped((3, 2, 4), 4), clipped((3, 2), 7)
+        ((3, 1, 0), (3, 4))
+    """
+    return sizes_of([min(b, n) for b in boundaries_of(sizes)[:-1]] + [n])

@@ -40,7 +40,7 @@ from ..layout.spec import ShardTensorSpec
 from ..layout.strides import contiguous_stride
 from ..operators.autocast import autocast_dtype
 from ..operators.declaration import Arguments, Composed, LocalPlan, Plan, operator
-from .common.alignment import free_dims
+from .common.named_dims import free_dims
 
 
 @dataclass(frozen=True, slots=True)

@@ -168,7 +168,7 @@ class _Relay(Plan):
         self.options = biases, 1, 0.0, train, False, batch_first
         self.time, self.directions, self.states = 1 if batch_first else 0, 1 + bidirectional, len(results) - 1
         self.cells = layers * self.directions
-        m = next(m for m, sharded in enumerate(how.sharded) if sharded is not None and sharded.label == "time")
+        m = next(m for m, axis in enumerate(how.axes) if axis is not None and "time" in axis.labels())
         self._plan_turns(layers, how.targets[0], m)
 
     def _plan_turns(self, layers: int, x: ShardTensorSpec, m: int) -> None:

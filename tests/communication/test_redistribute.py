@@ -14,7 +14,7 @@ from seeded import seeded
 from torch.distributed.tensor import Partial, Replicate, Shard
 
 from shardtensor import ShardTensor
-from shardtensor.communication.redistribute import all_gather_each
+from shardtensor.communication.redistribute import all_gather_each, bytes_between
 from shardtensor.testing import count_communication, shard, shared_mesh
 
 
@@ -213,3 +213,24 @@ ERRORS = {
 @pytest.mark.parametrize("name", ERRORS)
 def test_what_cannot_be_is_refused_on_every_rank(name):
     raises_alike(operand, name)
+
+
+@on_ranks(4)
+def test_bytes_that_are_sent_are_known_before():
+    """Of shards of any sizes, also where mesh dims trade tensor dims and one of them is gathered in between."""
+    mesh, whole = shared_mesh((2, 2)), torch.zeros(6, 8, 5)
+    layouts = [
+        ((Shard(0), Shard(1)), {0: (5, 1), 1: (2, 6)}),
+        ((Shard(0), Shard(1)), {0: (3, 3), 1: (8, 0)}),
+        ((Shard(1), Shard(0)), {0: (4, 4), 1: (1, 5)}),
+        ((Shard(2), Shard(0)), {0: (0, 5), 1: (3, 3)}),
+        ((Replicate(), Shard(1)), {1: (3, 5)}),
+        ((Replicate(), Replicate()), {}),
+    ]
+    for (old, old_sizes), (new, new_sizes) in itertools.permutations(layouts, 2):
+        x = shard(whole, mesh, old, old_sizes)
+        with count_communication() as counted:
+            y = x.redistribute(placements=new, shard_sizes=new_sizes)
+        sent = torch.tensor(counted.bytes_sent)
+        dist.all_reduce(sent)
+        assert sent.item() == bytes_between(x._spec, y._spec), f"{old} {old_sizes} -> {new} {new_sizes}"

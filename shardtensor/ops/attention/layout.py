@@ -19,32 +19,25 @@ parts of a rank after it.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
 from torch.distributed.tensor import Replicate, Shard
 
-from ...errors import refuse
+from ...errors import UnsupportedSharding, refuse
 from ...layout.caches import cached
 from ...layout.intervals import Interval, chunk_sizes, intervals_of, length
 from ...layout.placements import AxisLayout
 from ...layout.spec import ShardTensorSpec
 from ..common.alignment import cost_of_exchange
+from ..common.named_dims import Axis, Choice, Form, Labels, Option, arrange, shared
 from ..common.ring import Ring, ring_of
-from ..shape.view import whole_blocks
 from .blockwise import pieces
 
 NAME = "scaled_dot_product_attention"
-_FEATURES, _SEQUENCE, _HEADS = -1, -2, -3
-
-
-class ShardedDim(NamedTuple):
-    """A tensor dim, counted from the end, that a mesh dim shards, and the shard sizes."""
-
-    dim: int
-    sizes: tuple[int, ...]
+_SEQUENCE, _HEADS = -2, -3
 
 
 Parts = tuple[Interval, ...]  # of a sequence, that a rank has next to each other
@@ -119,122 +112,83 @@ def layout_of(
     Raises:
         UnsupportedSharding: sharded features, or two mesh dims that would have to shard the same dim.
     """
-    operands: Targets = (query, key, value, mask)
-    held = [_held(operands, m) for m in range(query.mesh.ndim)]
-    wanted = [_wanted(operands, dims) for dims in held]
-    q, k, v = (_with(spec, [dims[i] for dims in wanted]) for i, spec in enumerate((query, key, value)))
-    bias = None if mask is None else _with(mask, [dims[3] for dims in wanted])
-    targets = (q, k, v, bias)
-    _check_targets(operands, targets)
+    operands = [spec for spec in (query, key, value, mask) if spec is not None]
+    _check_features(operands)
+    operands[1:3] = _sharded_alike(key, value)
+    try:
+        how = arrange(NAME, _form(operands), tuple(operands))
+    except UnsupportedSharding as error:
+        raise refuse(
+            NAME,
+            operands,
+            "two mesh dims would have to shard the same dim of an operand",
+            "redistribute the operands so that each mesh dim shards the same dim of all of them",
+        ) from error
+    q, k, v, *masks = how.targets
+    k, v = _sharded_alike(k, v)  # of which one may have got its sequence whole only now
+    bias = masks[0] if masks else None
     mesh_dim = k.sharded_dims().get(_SEQUENCE + len(k.shape))
     layout = AttentionLayout(
-        targets=targets,
-        out=tuple(_axis(dims[0], len(query.shape)) for dims in wanted),
-        split=tuple(m for m, dims in enumerate(held) if any(dims)),
+        targets=(q, k, v, bias),
+        out=q.layout,
+        split=tuple(m for m, axis in enumerate(how.axes) if axis is not None),
         rows=(q.own_interval(_SEQUENCE),),
         columns=((k.own_interval(_SEQUENCE),),),
         squares=query.mesh.device_type == "cpu" or torch.version.hip is not None,
         mask_start=0 if bias is None else bias.own_interval(-1)[0],
         mesh_dim=mesh_dim,
     )
-    if mesh_dim is None or wanted[mesh_dim][0] is None:
+    if mesh_dim is None or q.placements[mesh_dim].is_replicate():
         return layout
     return _exchanging(layout, mesh_dim, shift, method, mask)
 
 
-def _held(operands: Targets, m: int) -> list[ShardedDim | None]:
-    """What mesh dim ``m`` shards of each operand."""
-    held = [None if spec is None else _sharded_dim(spec, m) for spec in operands]
-    if any(sharded is not None and sharded.dim == _FEATURES for sharded in held[:3]):
-        raise refuse(
-            NAME,
-            [spec for spec in operands if spec is not None],
-            f"mesh dim {m} shards the features, which every score needs unsharded",
-            "redistribute to shard the sequence, the heads or the batch",
-        )
-    return held
+def _form(operands: Sequence[ShardTensorSpec]) -> Form:
+    """The labels of query, key, value and mask: batch dims and heads by number, from the end."""
+    lead = tuple(range(-len(operands[0].shape), _SEQUENCE))
+    terms: list[Labels] = [(*lead, "rows", "features"), (*lead, "keys", "features"), (*lead, "keys", "width")]
+    for mask in operands[3:]:  # which is broadcast
+        labels = [*range(-len(mask.shape), _SEQUENCE), "rows", "keys"]
+        terms.append(tuple(label if n > 1 else None for label, n in zip(labels, mask.shape, strict=True)))
+    whole, heads = frozenset({"features", "width"}), frozenset({_HEADS})
+    return Form(tuple(terms), (*lead, "rows", "width"), whole, (shared, _keys_sent), leaders=3, groups=heads)
 
 
-def _check_targets(operands: Targets, targets: Targets) -> None:
-    """A tensor dim is sharded on one mesh dim only."""
-    for target in targets:
-        dims = [] if target is None else [p.dim for p in target.placements if isinstance(p, Shard)]
-        if len(set(dims)) < len(dims):
+def _keys_sent(choice: Choice) -> Iterator[Option]:
+    """Keys and values that are sent to the queries' ranks, by one of the methods of kind "both"."""
+    for along in choice.offered():
+        sent = choice.lacking(along.label)
+        if along.label == "rows" and {own.label for own in sent.values()} == {"keys"} and choice.may_shard("keys"):
+            yield Option(Axis(along, next(iter(sent.values()))))
+
+
+def _check_features(operands: Sequence[ShardTensorSpec]) -> None:
+    """UnsupportedSharding where queries, keys or values are sharded along their last dim."""
+    for spec in operands[:3]:
+        m = spec.sharded_dims().get(len(spec.shape) - 1)
+        if m is not None:
             raise refuse(
                 NAME,
-                [spec for spec in operands if spec is not None],
-                "two mesh dims would have to shard the same dim of an operand",
-                "redistribute the operands so that each mesh dim shards the same dim of all of them",
+                operands,
+                f"mesh dim {m} shards the features, which every score needs unsharded",
+                "redistribute to shard the sequence, the heads or the batch",
             )
 
 
-def _wanted(operands: Targets, held: Sequence[ShardedDim | None]) -> list[ShardedDim | None]:
-    """What one mesh dim has to shard of query, key, value and mask, given what it shards now."""
-    # The mask decides only where it alone is sharded.
-    decide = [i for i in range(3) if held[i] is not None] or [3]
-    for i in decide:
-        sharded = held[i]
-        if sharded is not None and sharded.dim <= _HEADS:
-            return _along_batch(operands, i, sharded)
-    # Shard sizes of the queries' sequence and of the keys', None where it is replicated.
-    of_queries, of_keys, of_mask = held[0], held[1] or held[2], held[3]
-    rows = None if of_queries is None else of_queries.sizes
-    keys = None if of_keys is None else of_keys.sizes
-    if rows is None and keys is None and of_mask is not None:
-        rows, keys = (of_mask.sizes, None) if of_mask.dim == _SEQUENCE else (None, of_mask.sizes)
-    mask = operands[3]
-    k = None if keys is None else ShardedDim(_SEQUENCE, keys)
-    return [
-        None if rows is None else ShardedDim(_SEQUENCE, rows),
-        k,
-        k,
-        None if mask is None else _of_mask(mask, of_mask is not None, rows, keys),
-    ]
+def _sharded_alike(key: ShardTensorSpec, value: ShardTensorSpec) -> Sequence[ShardTensorSpec]:
+    """Keys and values, of which a replicated one counts as sharded along the sequence where the other one is."""
 
+    def like(spec: ShardTensorSpec, other: ShardTensorSpec) -> ShardTensorSpec:
+        m = other.sharded_dims().get(len(other.shape) + _SEQUENCE)
+        if m is None or not spec.placements[m].is_replicate() or len(spec.shape) + _SEQUENCE in spec.sharded_dims():
+            return spec
+        return spec.with_axes({m: other.layout[m]})
 
-def _of_mask(
-    mask: ShardTensorSpec, is_sharded: bool, rows: tuple[int, ...] | None, keys: tuple[int, ...] | None
-) -> ShardedDim | None:
-    """What a mesh dim that shards queries and keys so has to shard of the mask."""
-    if rows is not None and mask.shape[_SEQUENCE] > 1:
-        return ShardedDim(_SEQUENCE, rows)
-    if keys is None or mask.shape[-1] <= 1:
-        return None
-    # With sharded queries, one row for all of them is sent along with the keys, unless every rank has it anyway.
-    return ShardedDim(-1, keys) if rows is None or is_sharded else None
-
-
-def _along_batch(operands: Targets, pattern: int, sharded: ShardedDim) -> list[ShardedDim | None]:
-    """All operands sharded along a batch dim or the heads, as operand ``pattern`` is.
-
-    Heads of queries stay with the keys that they share: no boundary goes through such a group.
-    """
-    dim, sizes = sharded
-    counts = [1 if s is None or len(s.shape) < -dim else s.shape[dim] for s in operands]
-    units = math.gcd(*counts[:3])
-    if units:
-        of_pattern = counts[pattern] // units
-        sizes = tuple(n // of_pattern for n in whole_blocks(sizes, of_pattern))
-    per_unit = [count // units if units else 1 for count in counts[:3]]
-    wanted: list[ShardedDim | None] = [ShardedDim(dim, tuple(n * per for n in sizes)) for per in per_unit]
-    return [*wanted, wanted[0] if counts[3] > 1 else None]
-
-
-def _sharded_dim(spec: ShardTensorSpec, m: int) -> ShardedDim | None:
-    p = spec.placements[m]
-    return ShardedDim(p.dim - len(spec.shape), spec.sizes_along(m)) if isinstance(p, Shard) else None
+    return like(key, value), like(value, key)
 
 
 def _is_along_keys(mask: ShardTensorSpec | None, m: int) -> bool:
     return mask is not None and mask.sharded_dims().get(len(mask.shape) - 1) == m
-
-
-def _axis(sharded: ShardedDim | None, ndim: int) -> AxisLayout:
-    return AxisLayout(Replicate()) if sharded is None else AxisLayout(Shard(sharded.dim + ndim), sharded.sizes)
-
-
-def _with(spec: ShardTensorSpec, dims: Sequence[ShardedDim | None]) -> ShardTensorSpec:
-    return spec.with_layout([_axis(sharded, len(spec.shape)) for sharded in dims])
 
 
 # -- kind "both": fetch, ring or heads ----------------------------------------------------------------------------
@@ -320,10 +274,10 @@ def _by_heads(layout: AttentionLayout, m: int, mask: ShardTensorSpec | None) -> 
     head_sizes = tuple(tuple(n * (count // units) for n in parts) for count in heads)
     if bias is not None and mask is not None:
         has_all_heads = heads[0] == q.shape[_HEADS]
-        if _sharded_dim(mask, m) is None:
+        if not isinstance(mask.placements[m], Shard):
             bias = bias.with_axes({m: AxisLayout(Replicate())})
         elif len(bias.shape) > 2 and bias.shape[_HEADS] > 1 and has_all_heads:
-            bias = bias.with_axes({m: _axis(ShardedDim(_HEADS, head_sizes[0]), len(bias.shape))})
+            bias = bias.with_axes({m: AxisLayout(Shard(len(bias.shape) + _HEADS), head_sizes[0])})
         else:
             return None  # a mask without heads, of which each rank has a part, would have to be gathered
     return replace(

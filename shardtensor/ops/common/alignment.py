@@ -1,11 +1,4 @@
-"""What operators do with their operands: realign specs, make ShardTensors of tensors, and ask torch for the result.
-
-For each mesh dim the first operand that shards an output dim there decides. A replicated operand is sharded locally,
-one that is sharded otherwise is exchanged, and a Partial one is reduced. An operand that would have to be gathered is
-refused. If the shards of the first operand are much coarser than those of another operand of the result's shape, along
-another dim, the other operand decides, as one of the two has to be exchanged in any case: a residual connection brings
-what attention has left in shards of two frames back to shards of many rows.
-"""
+"""What operators do with their operands: fit them to a result, and make ShardTensors of them."""
 
 from __future__ import annotations
 
@@ -18,19 +11,15 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
-from ..._compat import TensorMeta
 from ...communication.redistribute import redistribute_local
 from ...dispatch.planning import AtenCall, Path, meta_of, operands, replicated_spec, spec_of
 from ...dispatch.tensor import ShardTensor, promote, redistribute_to, wrap
 from ...errors import UnsupportedSharding, refuse
 from ...layout.dtypes import wide_dtype
-from ...layout.intervals import chunk_sizes
 from ...layout.placements import AxisLayout
 from ...layout.spec import ShardTensorSpec
 from ...ranks.history import here
 from ...ranks.plain_operands import note_operand
-
-_MUCH_LESS = 0.8
 
 # What an exchange takes besides its bytes, in bytes: with the loopback network, and between current GPUs.
 _EXCHANGE = {"cpu": 1 << 18}
@@ -39,12 +28,10 @@ _EXCHANGE_ELSEWHERE = 1 << 22
 __all__ = [
     "as_operand",
     "broadcast_shape",
-    "common_layout",
     "cost_of_exchange",
     "fit",
     "fitted_parts",
     "flattening",
-    "free_dims",
     "is_little",
     "is_sharded",
     "local_part",
@@ -60,56 +47,6 @@ __all__ = [
 
 
 # -- on specs -----------------------------------------------------------------------------------------------------
-
-
-def common_layout(specs: Sequence[ShardTensorSpec], meta: TensorMeta) -> ShardTensorSpec:
-    """The spec of the result to which operands with ``specs`` broadcast, a tensor with ``meta``.
-
-    On each mesh dim it is sharded like the first operand whose sharded dim all other sharded operands have: operands
-    that are broadcast along it would have to be gathered. If the shards of that operand are much coarser, it is sharded
-    like a later operand that has the shape of the result.
-    """
-    if all(spec is specs[0] for spec in specs) and meta == specs[0].tensor_meta:
-        return specs[0]
-    shape = meta.shape
-    layout: list[AxisLayout] = []
-    taken: set[int] = set()
-    for m in range(specs[0].mesh.ndim):
-        shards = [(dim, spec) for spec in specs if (dim := _dim_on(spec, m, shape)) is not None and dim not in taken]
-        if shards:
-            common = [shard for shard in shards if all(_can_have(spec, m, shard[0], shape) for spec in specs)]
-            (dim, chosen), *others = common or shards[:1]
-            for d, spec in others:
-                if d != dim and spec.shape == shape and _coarseness(spec, m) < _MUCH_LESS * _coarseness(chosen, m):
-                    dim, chosen = d, spec
-            sizes = chosen.sizes[m]
-            taken.add(dim)
-            layout.append(AxisLayout(Shard(dim), sizes))
-        else:
-            found = {axis for spec in specs if (axis := spec.layout[m]).placement.is_partial()}
-            layout.append(found.pop() if len(found) == 1 else AxisLayout(Partial() if found else Replicate()))
-    return specs[0].with_layout(layout, meta)
-
-
-def _coarseness(spec: ShardTensorSpec, m: int) -> float:
-    """The largest share of a dim that a rank has, if the boundary is off by one: what follows moves it by a few."""
-    sizes = spec.sizes_along(m)
-    return (max(sizes) + 1) / max(1, sum(sizes))
-
-
-def _dim_on(spec: ShardTensorSpec, m: int, shape: torch.Size) -> int | None:
-    """The dim of ``shape`` that an operand which broadcasts to it shards on mesh dim ``m``."""
-    p = spec.placements[m]
-    if not isinstance(p, Shard):
-        return None
-    dim = p.dim + len(shape) - len(spec.shape)
-    return dim if spec.shape[p.dim] == shape[dim] else None
-
-
-def _can_have(spec: ShardTensorSpec, m: int, dim: int, shape: torch.Size) -> bool:
-    """Whether an operand that is sharded on mesh dim ``m`` can be so along the dim ``dim`` of ``shape``."""
-    own = dim - (len(shape) - len(spec.shape))
-    return _dim_on(spec, m, shape) is None or (own >= 0 and spec.shape[own] == shape[dim])
 
 
 def cost_of_exchange(device: str) -> int:
@@ -144,36 +81,6 @@ def fit(spec: ShardTensorSpec, target: ShardTensorSpec) -> ShardTensorSpec:
         return AxisLayout(Replicate())  # broadcast along the sharded dim
 
     return spec.with_layout([axis(wanted) for wanted in target.layout])
-
-
-def free_dims(op: str, spec: ShardTensorSpec, *dims: int) -> ShardTensorSpec:
-    """``spec`` with its longest free dims sharded instead of ``dims``, see [Note: whole rows] in sorting/sort.py.
-
-    A sharded dim of length 1, or on a mesh dim of one rank, is replicated instead: one rank has all of it.
-
-    Raises:
-        UnsupportedSharding: no free dim is at least as long as there are ranks.
-    """
-    for dim in dims:
-        m = spec.sharded_dims().get(dim)
-        if m is None:
-            continue
-        ranks = spec.mesh.size(m)
-        free = [d for d, n in enumerate(spec.shape) if d not in {*spec.sharded_dims(), *dims} and n >= ranks]
-        if spec.shape[dim] <= 1 or ranks == 1:
-            axis = AxisLayout(Replicate())
-        elif free:
-            other = max(free, key=lambda d: spec.shape[d])
-            axis = AxisLayout(Shard(other), chunk_sizes(spec.shape[other], ranks))
-        else:
-            raise refuse(
-                op,
-                [spec],
-                no_other_dim(f"tensor dim {dim}", spec, m),
-                f"redistribute it to Replicate() on mesh dim {m} if it is small",
-            )
-        spec = spec.with_axes({m: axis})
-    return spec
 
 
 # -- plain operands, below autograd --------------------------------------------------------------------------------
@@ -248,14 +155,6 @@ def redistributed(op: str, t: ShardTensor, target: ShardTensorSpec) -> ShardTens
         return t
     refuse_gathering(op, [t._spec], [target])
     return redistribute_to(t, target)
-
-
-def no_other_dim(dim: str, spec: ShardTensorSpec, m: int) -> str:
-    """The reason where mesh dim ``m`` shards ``dim``, such as "tensor dim 1", and can shard no other dim instead."""
-    return (
-        f"{dim} must be unsharded, but mesh dim {m} shards it, and no free dim has at least {spec.mesh.size(m)} "
-        "elements to be sharded instead"
-    )
 
 
 def refuse_gathering(op: str, specs: Sequence[ShardTensorSpec], targets: Sequence[ShardTensorSpec]) -> None:

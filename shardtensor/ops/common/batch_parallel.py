@@ -22,7 +22,7 @@ from ...layout.spec import ShardTensorSpec
 from ...operators.arguments import common_mesh
 from ...operators.declaration import Arguments, Composed, Plan
 from .alignment import as_operand
-from .named_dims import Arrangement, Form, Label, arrange
+from .named_dims import Arrangement, Form, Label, arrange, fresh, shared
 
 Names = Sequence[str | None]
 
@@ -54,7 +54,7 @@ def arranged(op: str, specs: Sequence[ShardTensorSpec], names: Sequence[Names], 
         terms.append(tuple((i, d) if d in unnamed else name for d, name in enumerate(row)))
         whole |= {(i, d) for d in unnamed}
     named = dict.fromkeys(name for row in names for name in row if name is not None and name not in lost)
-    return arrange(op, Form(tuple(terms), tuple(named), frozenset(whole), by_parts=False), tuple(specs))
+    return arrange(op, Form(tuple(terms), tuple(named), frozenset(whole), ways=(shared, fresh)), tuple(specs))
 
 
 def _run(

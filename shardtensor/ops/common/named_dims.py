@@ -1,53 +1,137 @@
-"""Operators whose dims have names, as in einsum: the layouts that the operands need, and the local work.
+"""How operands must lie for an operator, by labels of their dims, as in einsum's subscripts.
 
-A :class:`Form` labels the dims of the operands and of the result. Each mesh dim shards one label, in all operands that
-have it; the others are replicated there. :func:`arrange` chooses it:
+A :class:`Form` labels the dims of the operands and of the result: dims that run together have one label. Each mesh dim
+shards one label, in all operands that have it; the others are replicated there. :func:`arrange` chooses it, for
+operators of all families. The ways to choose from depend on what the family's local work can do:
 
-| the sharded operands | what happens | the result |
+| way | what happens | the result |
 |---|---|---|
-| are sharded along one label, or have one in common | plain ones are sliced, others resharded | sharded alike |
-| the same, and the label is summed over | the same, or resharded to one that is not | Partial(sum), or sharded |
-| have no label in common | one is sent around, see [Note: ring] in ring.py | as the one that stays |
+| :func:`shared` | all have a label along which one of them is sharded: the others are resharded | sharded alike |
+| the same, and the label is summed over | the same | Partial(sum) |
+| :func:`fresh` | all are resharded to a label along which nothing is sharded yet | the same |
+| :func:`around_ring` | one of two is sent around, see [Note: ring] in ring.py | as the one that stays |
+| :func:`gathering` | one of them stays, others are gathered, or refused by the caller | as that one |
 
-Where there is a choice, the one that moves the fewest elements is taken, and of two operands that may be sent around
-the second one, unless it is half as large again as the first; a sum that is larger than the operands' shards
-counts as its all-reduce would. So where sharded features meet a replicated weight, rows are sharded instead. To a label
-along which nothing is sharded yet an operand is resharded only if it has at least as many elements as there are ranks;
-to one that is summed over only if the sum, which every rank holds in full, is no larger than the operands' shards. So
-no rank ever holds more than its part of operands and result (a Partial aside) and one more shard.
+Attention and operators with an index have ways of their own, in which keys, or an index, are sent. Plain operands are
+sliced in all of them.
+
+All mesh dims are decided together: of all combinations of ways the one that gathers the fewest operands, and then sends
+the fewest bytes, all ranks together. Of equal ones it is that of the first operand, unless its shards are much coarser
+and along other labels: a residual connection brings what attention has left in shards of two frames back to shards of
+many rows. Of two operands that may be sent around it is the second one, unless it is half as large again as the first.
+A sum that is larger than the operands' shards counts as its all-reduce would. So where sharded features meet a
+replicated weight, rows are sharded instead. To a fresh label an operand is resharded only if it is at least as long as
+there are ranks; to one that is summed over only if the sum, which every rank holds in full, is no larger than the
+operands' shards. So no rank ever holds more than its part of operands and result (a Partial aside) and one more shard.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import Partial, Replicate, Shard
 
 from ..._compat import TensorMeta
-from ...dispatch.tensor import ShardTensor, from_part, redistribute_to, to_part
+from ...communication.redistribute import bytes_between
+from ...dispatch.tensor import redistribute_to, to_part
 from ...errors import UnsupportedSharding, refuse
 from ...layout.caches import cached
-from ...layout.intervals import chunk_sizes, intervals_of
+from ...layout.intervals import chunk_sizes, clipped, map_boundaries, whole_blocks
 from ...layout.placements import AxisLayout
 from ...layout.spec import ShardTensorSpec
 from ...layout.strides import contiguous_stride
-from ...operators.autocast import autocast_dtype
-from ...operators.declaration import Arguments, LocalPlan
-from .alignment import no_other_dim, wide_dtype
-from .ring import Tour, part_by_part
 
 # Scores of queries and keys are read along the keys next: by a softmax, and by a product with values. Sharded
 # along the queries, keys and values are sent; along the keys, the queries, and the result is summed, which is twice its
 # size.
 _ROWS_PREFERRED = 1.5
 
+_MUCH_LESS = 0.8  # coarse, of shards that move as many bytes
+
 Label = Hashable
-Labels = tuple[Label, ...]
+Labels = Sequence[Label]
+
+
+@dataclass(frozen=True, slots=True)
+class Along:
+    """A label that a mesh dim shards, and the shard sizes of the longest dim that has it."""
+
+    label: Label
+    sizes: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Axis:
+    """What one mesh dim shards.
+
+    Attributes:
+        along: in all operands that have its label.
+        sent: in sharded operands that lack that label: they are sent to the others' ranks.
+    """
+
+    along: Along | None
+    sent: Along | None = None
+
+    def labels(self) -> list[Label]:
+        return [one.label for one in (self.along, self.sent) if one is not None]
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """What may be done on a mesh dim.
+
+    Attributes:
+        preferred: how much what is sent counts.
+        sums: the ranks will have to sum the result.
+    """
+
+    axis: Axis
+    preferred: float = 1.0
+    sums: bool = False
+
+
+Way = Callable[["Choice"], Iterator[Option]]
+
+
+def shared(choice: Choice) -> Iterator[Option]:
+    """A label that all have, with the sizes of one that is sharded along it."""
+    for along in choice.offered():
+        if not choice.lacking(along.label):
+            yield from choice.alike(along)
+
+
+def fresh(choice: Choice) -> Iterator[Option]:
+    """The longest label that all have, along which nothing is sharded, of those that are summed over and of others."""
+    there = {along.label for along in choice.held.values()} | choice.later
+    free = [x for x, n in choice.lengths.items() if x not in there and choice.may_shard(x) and n >= choice.ranks]
+    for summed in (False, True):
+        labels = [x for x in free if choice.form.summed(x) is summed and not choice.lacking(x)]
+        if labels:
+            yield from choice.alike(choice.evenly(max(labels, key=lambda x: choice.lengths[x])))
+
+
+def around_ring(choice: Choice) -> Iterator[Option]:
+    """One of two operands is sent around the ranks, the other one stays.
+
+    The result is put together from results of parts: side by side along its labels, added up along the others.
+    """
+    if len(choice.held) != 2:
+        return
+    first = next(iter(choice.held.values()))
+    for along in reversed([*choice.offered()]):
+        for sent in choice.lacking(along.label).values():
+            if not choice.form.summed(along.label) and choice.may_shard(sent.label):
+                yield Option(Axis(along, sent), 1.0 if along == first else _ROWS_PREFERRED)
+
+
+def gathering(choice: Choice) -> Iterator[Option]:
+    """A label of one of them: those that lack it are gathered, or refused by the caller."""
+    options = [Option(Axis(along)) for along in choice.offered()]
+    yield from options or [Option(Axis(None))]
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,38 +143,25 @@ class Form:
             1 that is broadcast.
         out: the labels of the result's dims. A label that is missing here is summed over.
         whole: labels along which nothing may be sharded.
-        by_parts: whether the result is put together from results of parts of an operand: side by side along the
-            result's labels, added up along the others.
+        ways: what may be done on a mesh dim.
+        leaders: how many operands, the first ones, decide where one of them is sharded; others follow. None: all.
+        groups: labels whose longer dims have a group of entries for each of a shorter one's, which stay together: heads
+            of queries that share keys. Of other labels a shorter dim is the beginning of the longest.
 
     Example:
         >>> Form(("ik", "kj"), "ij").summed("k")
         True
     """
 
-    terms: tuple[Sequence[Label], ...]
-    out: Sequence[Label]
+    terms: tuple[Labels, ...]
+    out: Labels
     whole: frozenset[Label] = frozenset()
-    by_parts: bool = True
+    ways: tuple[Way, ...] = (shared, fresh, around_ring)
+    leaders: int | None = None
+    groups: frozenset[Label] = frozenset()
 
     def summed(self, label: Label) -> bool:
         return label not in self.out
-
-
-@dataclass(frozen=True, slots=True)
-class ShardedLabel:
-    """A label that a mesh dim shards, and the shard sizes."""
-
-    label: Label
-    sizes: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class RingOperand:
-    """An operand that is sent around the ranks of a mesh dim, which shards it as ``sharded`` says."""
-
-    mesh_dim: int
-    operand: int
-    sharded: ShardedLabel
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,33 +171,35 @@ class Arrangement:
     Attributes:
         form: the operator's.
         targets: a spec for each operand.
-        sharded: for each mesh dim what it shards of the result, or of what is summed.
-        rings: the operands that are sent around.
+        axes: what each mesh dim shards; None where it shards no operand.
         lengths: of each label.
     """
 
     form: Form
     targets: tuple[ShardTensorSpec, ...]
-    sharded: tuple[ShardedLabel | None, ...]
-    rings: tuple[RingOperand, ...]
+    axes: tuple[Axis | None, ...]
     lengths: dict[Label, int]
 
-    def out(self, shape: Sequence[int], dtype: torch.dtype, labels: Sequence[Label] | None = None) -> ShardTensorSpec:
+    def out_layout(self, labels: Labels) -> list[AxisLayout]:
+        """The layout of a result whose dims have these labels, per mesh dim."""
+        layout = []
+        for axis in self.axes:
+            found = [one for one in (axis.along, axis.sent) if one and one.label in labels] if axis else []
+            if found:
+                layout.append(AxisLayout(Shard(list(labels).index(found[0].label)), found[0].sizes))
+            else:
+                summed = axis is not None and axis.along is not None and self.form.summed(axis.along.label)
+                layout.append(AxisLayout(Partial() if summed else Replicate()))
+        return layout
+
+    def out(self, shape: Sequence[int], dtype: torch.dtype, labels: Labels | None = None) -> ShardTensorSpec:
         """The spec of a result of this shape.
 
         Args:
             labels: of its dims, the last of which may have none; default: the form's.
         """
-        labels = self.form.out if labels is None else labels
-        layout = []
-        for sharded in self.sharded:
-            if sharded is not None and sharded.label in labels:
-                layout.append(AxisLayout(Shard(labels.index(sharded.label)), sharded.sizes))
-            else:
-                summed = sharded is not None and self.form.summed(sharded.label)
-                layout.append(AxisLayout(Partial() if summed else Replicate()))
         meta = TensorMeta(torch.Size(shape), contiguous_stride(shape), dtype)
-        return self.targets[0].with_layout(layout, meta)
+        return self.targets[0].with_layout(self.out_layout(self.form.out if labels is None else labels), meta)
 
     def gradient(self, i: int) -> ShardTensorSpec:
         """The layout in which the gradient of operand ``i`` arrives, once it has its target.
@@ -134,41 +207,12 @@ class Arrangement:
         Where it is replicated on ranks that do different work, each of them has a contribution, a Partial.
         """
         target = self.targets[i]
-        works = [m for m, sharded in enumerate(self.sharded) if sharded is not None]
-        shared = [m for m in works if target.placements[m].is_replicate()]
+        shared = [m for m, axis in enumerate(self.axes) if axis and target.placements[m].is_replicate()]
         return target.with_axes({m: AxisLayout(Partial()) for m in shared}) if shared else target
 
     def local(self, i: int, tensor: Tensor) -> Tensor:
         """The local part of operand ``i``, redistributed to its target. Differentiable."""
         return to_part(redistribute_to(tensor, self.targets[i]), self.gradient(i))
-
-    def local_work(self, function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        """``function`` for the local operands, part by part where one is sent around. Differentiable."""
-        work = function
-        for ring in self.rings:
-            work = self._around_ring(work, ring)
-        return work
-
-    def _around_ring(self, function: Callable[..., Tensor], ring: RingOperand) -> Callable[..., Tensor]:
-        at, label = ring.operand, ring.sharded.label
-        target, intervals = self.targets[at], intervals_of(ring.sharded.sizes)
-        p = target.placements[ring.mesh_dim]
-        assert isinstance(p, Shard)
-        dims = [term.index(label) if label in term and i != at else None for i, term in enumerate(self.form.terms)]
-
-        def part_of(owner: int, part: Tensor, *others: Tensor) -> Tensor:
-            a, b = intervals[owner]
-            operands = [*others[:at], part, *others[at:]]
-            pairs = zip(operands, dims, strict=True)
-            return function(*(t if d is None else t.narrow(d, a, b - a) for t, d in pairs))
-
-        into = None if self.form.summed(label) else self.form.out.index(label)
-        tour = Tour(target.mesh, ring.mesh_dim, target.coordinate[ring.mesh_dim], p.dim, into, intervals)
-
-        def call(*operands: Tensor) -> Tensor:
-            return part_by_part(part_of, tour, operands[at], *operands[:at], *operands[at + 1 :])
-
-        return call
 
 
 # -- choosing -------------------------------------------------------------------------------------------------------
@@ -176,77 +220,205 @@ class Arrangement:
 
 @cached(maxsize=4096)
 def arrange(op: object, form: Form, specs: tuple[ShardTensorSpec, ...]) -> Arrangement:
-    """The layouts that operands with these specs, none of them Partial, need for an operator of this form.
+    """The layouts that operands with these specs need for an operator of the form, where a Partial is reduced.
 
     Raises:
         UnsupportedSharding: one of them would have to be gathered.
     """
-    mesh = specs[0].mesh
-    lengths: dict[Label, int] = {}
-    for spec, term in zip(specs, form.terms, strict=True):
-        for n, label in zip(spec.shape, term, strict=True):
-            if label is not None:
-                lengths[label] = max(n, lengths.get(label, 0))
-    sharded: list[ShardedLabel | None] = []
-    rings: list[RingOperand] = []
-    taken: set[Label] = set()
-    for m in range(mesh.ndim):
-        held = _held(form, specs, m)
-        if not held:
-            sharded.append(None)
-            continue
-        later = {other.label for n in range(m + 1, mesh.ndim) for other in _held(form, specs, n).values()}
-        elements = {i: specs[i].shape.numel() for i in held}
-        choice = _Choice(form, lengths, elements, held, mesh.size(m), frozenset(taken), frozenset(later))
-        options = choice.options()
+    search = _Search.of(form, specs)
+    best: _Found | None = None
+    for options in search.all_options(()):
+        found = search.found(options)
+        if best is None or found.is_better(best):
+            best = found
+        if not best.gathers and not best.cost:
+            break
+    if best is None:
+        raise _refusal(op, form, specs, search.held[search.stuck], search.stuck)
+    axes = tuple(None if option is None else option.axis for option in best.options)
+    return Arrangement(form, best.targets, axes, search.lengths)
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """What may be done on all mesh dims.
+
+    Attributes:
+        gathers: how many shards of operands are gathered.
+        cost: the bytes that all ranks send, and will send to sum the result.
+    """
+
+    options: tuple[Option | None, ...]
+    targets: tuple[ShardTensorSpec, ...]
+    gathers: int
+    cost: float
+
+    def is_better(self, other: _Found) -> bool:
+        """Than one that comes first."""
+        mine, others = ((x.gathers, x.cost, x._count_of_sent()) for x in (self, other))
+        if mine != others or self._labels() == other._labels():
+            return mine < others
+        return self._coarseness() < _MUCH_LESS * other._coarseness()
+
+    def _along(self) -> list[Along]:
+        return [option.axis.along for option in self.options if option and option.axis.along]
+
+    def _labels(self) -> list[Label]:
+        return [along.label for along in self._along()]
+
+    def _count_of_sent(self) -> int:
+        return sum(option is not None and option.axis.sent is not None for option in self.options)
+
+    def _coarseness(self) -> float:
+        """The largest share that a rank has, if boundaries are off by one: what follows moves them by a few."""
+        return math.prod((max(along.sizes) + 1) / max(1, sum(along.sizes)) for along in self._along())
+
+
+@dataclass(slots=True)
+class _Search:
+    """The search for the best of what may be done on all mesh dims.
+
+    Attributes:
+        lengths: of the labels.
+        bytes, result: how many each operand has, and about how many the result.
+        held: what each mesh dim shards of the operands now.
+        stuck: the last mesh dim on which nothing could be done.
+    """
+
+    form: Form
+    specs: tuple[ShardTensorSpec, ...]
+    lengths: dict[Label, int]
+    bytes: list[int]
+    result: int
+    held: list[dict[int, Along]]
+    stuck: int = 0
+
+    @classmethod
+    def of(cls, form: Form, specs: tuple[ShardTensorSpec, ...]) -> _Search:
+        all_lengths: dict[Label, list[int]] = {}
+        for spec, term in zip(specs, form.terms, strict=True):
+            for n, label in zip(spec.shape, term, strict=True):
+                if label is not None:
+                    all_lengths.setdefault(label, []).append(n)
+        lengths = {label: max(ns) for label, ns in all_lengths.items()}
+        grouped = form.groups & lengths.keys()
+        blocks = {label: lengths[label] // (math.gcd(*all_lengths[label]) or 1) for label in grouped}
+        held = [_held(form, lengths, blocks, specs, m) for m in range(specs[0].mesh.ndim)]
+        itemsizes = [spec.tensor_meta.dtype.itemsize for spec in specs]
+        of_operands = [spec.shape.numel() * itemsize for spec, itemsize in zip(specs, itemsizes, strict=True)]
+        result = max(itemsizes) * math.prod(lengths.get(label, 1) for label in form.out)
+        return cls(form, specs, lengths, of_operands, result, held)
+
+    def all_options(self, before: tuple[Option | None, ...]) -> Iterator[tuple[Option | None, ...]]:
+        """What may be done on the mesh dims, where ``before`` is done on the first ones."""
+        m = len(before)
+        if m == len(self.held):
+            yield before
+            return
+        options: Sequence[Option | None] = [None]
+        if self.held[m]:
+            taken = frozenset(label for option in before if option for label in option.axis.labels())
+            later = frozenset(along.label for others in self.held[m + 1 :] for along in others.values())
+            sizes = self.lengths, self.bytes, self.result
+            choice = Choice(self.form, *sizes, self.held[m], self._ranks(m), taken, later)
+            options = choice.options() or choice.resharded().options()
         if not options:
-            choice = choice.resharded()
-            options = choice.options()
-            if not options:
-                raise _refusal(op, form, specs, held, m)
-        best = min(options, key=lambda x: (x.cost, x.sent is not None, -lengths[x.sharded.label]))
-        sharded.append(best.sharded)
-        taken.add(best.sharded.label)
-        if best.sent is not None:
-            rings.append(RingOperand(m, best.sent, choice.held[best.sent]))
-            taken.add(choice.held[best.sent].label)
-    targets = tuple(_target(form, i, spec, sharded, rings) for i, spec in enumerate(specs))
-    return Arrangement(form, targets, tuple(sharded), tuple(rings), lengths)
+            self.stuck = max(self.stuck, m)
+        for option in options:
+            yield from self.all_options((*before, option))
+
+    def found(self, options: tuple[Option | None, ...]) -> _Found:
+        """What these options lead to."""
+        targets = tuple(
+            spec.with_layout([_target(self.form, spec, term, o.axis if o else None, m) for m, o in enumerate(options)])
+            for spec, term in zip(self.specs, self.form.terms, strict=True)
+        )
+        pairs = list(zip(self.specs, targets, strict=True))
+        cost: float = sum(bytes_between(spec, target) for spec, target in pairs)
+        for m, option in enumerate(options):
+            if option is not None:
+                cost += self._cost_of_work(options, option, targets, m)
+        return _Found(options, targets, sum(_gathers(*pair) for pair in pairs), cost)
+
+    def _cost_of_work(
+        self, options: Sequence[Option | None], option: Option, targets: Sequence[ShardTensorSpec], m: int
+    ) -> float:
+        """The bytes that are sent on mesh dim ``m`` once all operands have their targets, and for the result's sum."""
+        cost, sent, ranks = 0.0, option.axis.sent, self._ranks(m)
+        for target, term in zip(targets, self.form.terms, strict=True):
+            p = target.placements[m]
+            if sent is not None and isinstance(p, Shard) and term[p.dim] == sent.label:
+                cost += option.preferred * bytes_between(target, target.with_axes({m: AxisLayout(Replicate())}))
+        if option.sums:
+            out = self.form.out
+            whole = [n for n, other in enumerate(options) if not (other and set(other.axis.labels()) & set(out))]
+            copies = math.prod(self._ranks(n) for n in whole if n != m)
+            cost += 2 * (ranks - 1) * copies * self.result
+        return cost
+
+    def _ranks(self, m: int) -> int:
+        ranks: int = self.specs[0].mesh.size(m)
+        return ranks
 
 
-def _held(form: Form, specs: Sequence[ShardTensorSpec], m: int) -> dict[int, ShardedLabel]:
-    """What mesh dim ``m`` shards of each operand, broadcast dims of length 1 aside: one rank has all of them."""
+def _gathers(spec: ShardTensorSpec, target: ShardTensorSpec) -> int:
+    """On how many mesh dims the target needs a rank to have the shards of others."""
+    pairs = zip(spec.placements, target.placements, strict=True)
+    return sum(isinstance(p, Shard) and q.is_replicate() and spec.shape[p.dim] > 1 for p, q in pairs)
+
+
+def _held(
+    form: Form,
+    lengths: Mapping[Label, int],
+    blocks: Mapping[Label, int],
+    specs: Sequence[ShardTensorSpec],
+    m: int,
+) -> dict[int, Along]:
+    """What mesh dim ``m`` shards of each operand, unless one rank has all of it: of broadcast dims of length 1."""
     held = {}
     for i, spec in enumerate(specs):
         p = spec.placements[m]
-        if isinstance(p, Shard) and form.terms[i][p.dim] is not None:
-            held[i] = ShardedLabel(form.terms[i][p.dim], spec.sizes_along(m))
+        label = form.terms[i][p.dim] if isinstance(p, Shard) else None
+        if not isinstance(p, Shard) or label is None:
+            continue
+        if label in form.whole and (spec.shape[p.dim] <= 1 or spec.mesh.size(m) == 1):
+            continue
+        sizes = _sizes(form, label, spec.sizes_along(m), lengths[label])
+        if blocks.get(label, 1) > 1:
+            # No boundary goes through a group.
+            sizes = whole_blocks(sizes, blocks[label])
+        held[i] = Along(label, sizes)
     return held
 
 
+def _sizes(form: Form, label: Label, sizes: tuple[int, ...], n: int) -> tuple[int, ...]:
+    """The sizes of a dim of length ``n`` next to a dim with the same label that has these."""
+    total = sum(sizes)
+    if n == total:
+        return sizes
+    return map_boundaries(sizes, lambda b: b * n // total) if label in form.groups and total else clipped(sizes, n)
+
+
+def _target(form: Form, spec: ShardTensorSpec, term: Labels, axis: Axis | None, m: int) -> AxisLayout:
+    """How an operand must lie on mesh dim ``m``."""
+    p = spec.placements[m]
+    for along in (axis.along, axis.sent if isinstance(p, Shard) else None) if axis else ():
+        if along is not None and along.label in term:
+            stays = isinstance(p, Shard) and term[p.dim] == along.label
+            dim = p.dim if isinstance(p, Shard) and stays else list(term).index(along.label)
+            return AxisLayout(Shard(dim), _sizes(form, along.label, along.sizes, spec.shape[dim]))
+    return AxisLayout(Replicate())
+
+
 @dataclass(frozen=True, slots=True)
-class _Option:
-    """What may be done on a mesh dim.
-
-    Attributes:
-        cost: how many elements a rank sends and receives for it.
-        sharded: what the mesh dim shards then.
-        sent: the operand that is sent around, if one is.
-    """
-
-    cost: float
-    sharded: ShardedLabel
-    sent: int | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class _Choice:
+class Choice:
     """The choice of what one mesh dim shards.
 
     Attributes:
         form, lengths: the operator's, and of its labels.
-        elements: how many each sharded operand has.
-        held: what the mesh dim shards of these now.
+        bytes: how many each operand has.
+        result: how many bytes the result has, about.
+        held: what the mesh dim shards of them now.
         ranks: how many the mesh dim has.
         taken: labels that mesh dims before it shard.
         later: labels that mesh dims behind it shard now.
@@ -254,103 +426,69 @@ class _Choice:
 
     form: Form
     lengths: dict[Label, int]
-    elements: dict[int, int]
-    held: dict[int, ShardedLabel]
+    bytes: Sequence[int]
+    result: int
+    held: dict[int, Along]
     ranks: int
     taken: frozenset[Label]
     later: frozenset[Label]
 
-    def options(self) -> list[_Option]:
+    def options(self) -> list[Option]:
         """All that may be done."""
-        return [*self._along_one_label(), *self._around_ring()]
+        return [option for way in self.form.ways for option in way(self)]
 
-    def resharded(self) -> _Choice:
+    def resharded(self) -> Choice:
         """The choice once what must not be sharded is along the operand's longest free label, where it has one."""
         busy = self.taken | self.later | self.form.whole
         held = dict(self.held)
-        for i, sharded in self.held.items():
+        for i, along in self.held.items():
             labels = [x for x in self.form.terms[i] if x is not None and x not in busy]
             free = [x for x in labels if self.lengths[x] >= self.ranks]
-            if sharded.label in self.form.whole and free:
-                held[i] = self._evenly(max(free, key=lambda x: self.lengths[x]))
+            if along.label in self.form.whole and free:
+                held[i] = self.evenly(max(free, key=lambda x: self.lengths[x]))
         return replace(self, held=held)
 
-    def _evenly(self, label: Label) -> ShardedLabel:
-        return ShardedLabel(label, chunk_sizes(self.lengths[label], self.ranks))
+    def evenly(self, label: Label) -> Along:
+        return Along(label, chunk_sizes(self.lengths[label], self.ranks))
 
-    def _may_shard(self, label: Label) -> bool:
+    def may_shard(self, label: Label) -> bool:
         return label not in self.taken and label not in self.form.whole
 
-    def _along_one_label(self) -> Iterator[_Option]:
-        """A label that all operands have, with the sizes of the largest one that is sharded along it."""
-        largest_first = sorted(self.held, key=lambda i: -self.elements[i])
-        for label, n in self.lengths.items():
-            if not self._may_shard(label) or any(label not in self.form.terms[i] for i in self.held):
-                continue
-            there = [self.held[i] for i in largest_first if self.held[i].label == label]
-            if not there and (n < self.ranks or label in self.later):
-                continue
-            sharded = there[0] if there else self._evenly(label)
-            cost = self._cost(sharded)
-            if cost is not None:
-                yield _Option(cost, sharded)
+    def leading(self) -> dict[int, Along]:
+        """What is sharded of the operands that decide."""
+        leaders = {i: along for i, along in self.held.items() if self.form.leaders is None or i < self.form.leaders}
+        return leaders or self.held
 
-    def _cost(self, sharded: ShardedLabel) -> float | None:
-        """The elements that are moved; None where the sum would be larger than the shards that are summed."""
-        moved = sum(self.elements[i] for i in self.held if self.held[i] != sharded) / self.ranks
-        if not self.form.summed(sharded.label):
-            return moved
-        result = math.prod(self.lengths.get(label, 1) for label in self.form.out)
-        exchanges = moved and not all(self.form.summed(own.label) for own in self.held.values())
-        is_large = result * self.ranks > sum(self.elements.values())
-        if exchanges and is_large:
-            return None
-        # Whoever needs the values of the Partial will have the ranks sum them.
-        return moved + 2 * result if exchanges or is_large else moved
+    def offered(self) -> Iterator[Along]:
+        """What is sharded of the operands that decide, and may be of the others."""
+        return (along for along in dict.fromkeys(self.leading().values()) if self.may_shard(along.label))
 
-    def _around_ring(self) -> Iterator[_Option]:
-        """One of two operands is sent around the ranks, the other one stays."""
-        if not self.form.by_parts or len(self.held) != 2:
+    def lacking(self, label: Label) -> dict[int, Along]:
+        """The deciding operands that have no such dim, and what is sharded of them."""
+        return {i: own for i, own in self.leading().items() if label not in self.form.terms[i]}
+
+    def alike(self, along: Along) -> Iterator[Option]:
+        """All sharded so, unless something is moved for a sum that is larger than the shards that are summed."""
+        if not self.form.summed(along.label):
+            yield Option(Axis(along))
             return
-        first = next(iter(self.held.values()))
-        for sent, stays in zip(reversed(self.held), self.held.values(), strict=True):
-            labels = (stays.label, self.held[sent].label)
-            if labels[0] != labels[1] and not self.form.summed(stays.label) and all(map(self._may_shard, labels)):
-                preferred = 1.0 if stays == first else _ROWS_PREFERRED
-                yield _Option(preferred * self.elements[sent], stays, sent)
-
-
-def _target(
-    form: Form,
-    i: int,
-    spec: ShardTensorSpec,
-    common: Sequence[ShardedLabel | None],
-    rings: Sequence[RingOperand],
-) -> ShardTensorSpec:
-    """The layout that operand ``i`` needs: along the common labels, or its own where it is sent around."""
-    layout = []
-    term = form.terms[i]
-    for m, of_all in enumerate(common):
-        p = spec.placements[m]
-        sharded = next((ring.sharded for ring in rings if (ring.mesh_dim, ring.operand) == (m, i)), of_all)
-        if sharded is None or sharded.label not in term:
-            layout.append(AxisLayout(Replicate()))
-        else:
-            stays = isinstance(p, Shard) and term[p.dim] == sharded.label
-            layout.append(AxisLayout(p if stays else Shard(term.index(sharded.label)), sharded.sizes))
-    return spec.with_layout(layout)
+        held = self.leading()
+        is_large = self.result * self.ranks > sum(self.bytes[i] for i in held)
+        if not is_large or all(self.form.summed(own.label) for own in held.values()):
+            # Whoever needs the values of the Partial will have the ranks sum them.
+            yield Option(Axis(along), sums=is_large or any(own.label != along.label for own in held.values()))
 
 
 def _refusal(
-    op: object, form: Form, specs: Sequence[ShardTensorSpec], held: dict[int, ShardedLabel], m: int
+    op: object, form: Form, specs: Sequence[ShardTensorSpec], held: Mapping[int, Along], m: int
 ) -> UnsupportedSharding:
-    for i, sharded in held.items():
-        if sharded.label in form.whole:
-            dim = list(form.terms[i]).index(sharded.label)
+    for i, along in held.items():
+        if along.label in form.whole:
+            dim = list(form.terms[i]).index(along.label)
             return refuse(
                 op,
                 list(specs),
-                no_other_dim(f"dim {dim} of operand {i}", specs[i], m),
+                no_other_dim(f"dim {dim} of operand {i}" if len(specs) > 1 else f"tensor dim {dim}", specs[i], m),
                 f"redistribute it to Replicate() on mesh dim {m} if it is small, or shard another dim",
             )
     return refuse(
@@ -360,85 +498,6 @@ def _refusal(
         f"redistribute the smaller one to Replicate() on mesh dim {m}, or shard both along the same batch dim or "
         "the contracted dim with the same shard sizes",
     )
-
-
-# -- contraction -------------------------------------------------------------------------------------------------------
-
-# Operators whose dims have names, as in einsum: their plans, by the layouts that named_dims.py chooses.
-
-__all__ = [
-    "Arrangement",
-    "ContractionPlan",
-    "Form",
-    "Label",
-    "arrange",
-    "batch_labels",
-    "plan_contraction",
-]
-
-
-class ContractionPlan(LocalPlan):
-    """``function`` of local operands that have an arrangement's targets.
-
-    Where half precision is summed over ranks, in the result or in the gradient of an operand, it runs in float32: see
-    [Note: rounded once] in redistribute.py.
-    """
-
-    outputs: ShardTensorSpec
-
-    def __init__(self, how: Arrangement, function: Callable[..., Tensor]) -> None:
-        shape = [how.lengths.get(label, 1) for label in how.form.out]
-        gradients = [how.gradient(i) for i in range(len(how.targets))]
-        self.targets = how.targets
-        self.cast_to = _dtype_of_autocast(how, function)
-        super().__init__(how.local_work(function), how.out(shape, how.targets[0].tensor_meta.dtype), gradients)
-
-    def run(self, tensors: Sequence[Any]) -> ShardTensor:
-        # Some operators have arguments behind the operands that may be tensors, but are none in this call.
-        operands = tensors[: len(self.targets)]
-        dtype = self.cast_to or operands[0].dtype
-        computed = torch.float32 if self._rounds_sums(dtype, operands) else self.cast_to
-        if computed is None:
-            result = self.function(*self.local_tensors(operands))
-            return from_part(result, self.outputs.with_dtype(result.dtype))
-        parts = [to_part(t, s or t._spec, computed) for t, s in zip(operands, self.gradients or (), strict=True)]
-        with torch.autocast(parts[0].device.type, enabled=False):
-            result = self.function(*parts)
-        return from_part(result, self.outputs.with_dtype(dtype))
-
-    def _rounds_sums(self, dtype: torch.dtype, operands: Sequence[ShardTensor]) -> bool:
-        """Whether a result of this dtype, or a gradient, is rounded, and added up over ranks before that."""
-        if wide_dtype(dtype) == dtype:
-            return False
-        graded = zip(operands, self.gradients or (), strict=True)
-        summed = any(s is not None and s.partial_mesh_dims() and t.requires_grad for t, s in graded)
-        return summed or bool(self.outputs.partial_mesh_dims())
-
-
-def _dtype_of_autocast(how: Arrangement, function: Callable[..., Tensor]) -> torch.dtype | None:
-    """The dtype to which autocast casts the operands; None where it is off."""
-    device = how.targets[0].mesh.device_type
-    if not torch.is_autocast_enabled(device):
-        return None
-    whole = how.form.whole
-    shapes = [
-        [n if label in whole else min(n, 2) for n, label in zip(spec.shape, term, strict=True)]
-        for spec, term in zip(how.targets, how.form.terms, strict=True)
-    ]
-    return autocast_dtype(function, shapes, [spec.tensor_meta.dtype for spec in how.targets], device)
-
-
-def plan_contraction(
-    call: Arguments, name: str, function: Callable[..., Tensor], form: Form, *operands: str
-) -> ContractionPlan:
-    """The plan of an operator of this form, whose tensors are ``operands``.
-
-    The caller has had torch check their shapes and dtypes.
-    """
-    how = arrange(name, form, tuple(call.tensors[operand] for operand in operands))
-    for operand, target in zip(operands, how.targets, strict=True):
-        call.redistribute(operand, target)
-    return ContractionPlan(how, function)
 
 
 def batch_labels(*shapes: Sequence[int]) -> tuple[list[Labels], Labels]:
@@ -452,3 +511,42 @@ def batch_labels(*shapes: Sequence[int]) -> tuple[list[Labels], Labels]:
     length = {d: max((s[d] for s in shapes if len(s) >= -d), key=lambda n: (n != 1, n)) for d in range(-ndim, 0)}
     terms: list[Labels] = [tuple(d if s[d] == length[d] else None for d in range(-len(s), 0)) for s in shapes]
     return terms, tuple(range(-ndim, 0))
+
+
+def no_other_dim(dim: str, spec: ShardTensorSpec, m: int) -> str:
+    """The reason where mesh dim ``m`` shards ``dim``, such as "tensor dim 1", and can shard no other dim instead."""
+    return (
+        f"{dim} must be unsharded, but mesh dim {m} shards it, and no free dim has at least {spec.mesh.size(m)} "
+        "elements to be sharded instead"
+    )
+
+
+# -- one operand, or several that are broadcast ---------------------------------------------------------------------
+
+
+def free_dims(op: object, spec: ShardTensorSpec, *dims: int) -> ShardTensorSpec:
+    """``spec`` with its longest free dims sharded instead of ``dims``, see [Note: whole rows] in sorting/sort.py.
+
+    Raises:
+        UnsupportedSharding: no free dim is at least as long as there are ranks.
+    """
+    labels = tuple(range(len(spec.shape)))
+    free = arrange(op, Form((labels,), labels, frozenset(dims), (shared,)), (spec,)).targets[0]
+    return spec.with_axes({m: free.layout[m] for m in spec.sharded_dims().values()})
+
+
+def common_layout(specs: Sequence[ShardTensorSpec], meta: TensorMeta) -> ShardTensorSpec:
+    """The spec of the result to which operands with ``specs`` broadcast, a tensor with ``meta``.
+
+    Where they are sharded along dims that not all of them have, it is sharded as the first one: others would have to
+    be gathered.
+    """
+    if all(spec is specs[0] for spec in specs) and meta == specs[0].tensor_meta:
+        return specs[0]
+    terms, out = batch_labels(meta.shape, *(spec.shape for spec in specs))
+    layout = arrange("", Form(tuple(terms[1:]), out, ways=(gathering,)), tuple(specs)).out_layout(out)
+    for m, axis in enumerate(layout):
+        found = {own for spec in specs if (own := spec.layout[m]).placement.is_partial()}
+        if found and not isinstance(axis.placement, Shard):
+            layout[m] = found.pop() if len(found) == 1 else AxisLayout(Partial())
+    return specs[0].with_layout(layout, meta)

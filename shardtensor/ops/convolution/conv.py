@@ -28,7 +28,8 @@ from ...layout.spec import ShardTensorSpec
 from ...layout.strides import stride_like
 from ...layout.windows import Window
 from ...operators.declaration import Arguments, Composed, Plan, operator
-from ..common.alignment import free_dims, wide_dtype
+from ..common.alignment import wide_dtype
+from ..common.named_dims import free_dims
 from ..common.stencil import per_dim, resized
 from .halo_conv import ConvolutionPlan, LocalConvolution, OwnersGradient, SplitGradient, Strip
 

@@ -1,6 +1,6 @@
 """Operators that treat every element alone: arithmetic, activations, comparisons, casts, copies, ``*_like``.
 
-Operands with different shard sizes are realigned, see common/alignment.py. For in-place operators they get the layout
+Operands with different shard sizes are realigned, see common/named_dims.py. For in-place operators they get the layout
 of the tensor that is written to.
 
 [Note: small operands] In ``x[:, None] - x[None]`` one operand is broadcast along the dim that shards the result, while
@@ -40,7 +40,8 @@ from ...layout.placements import AxisLayout
 from ...layout.spec import ShardTensorSpec
 from ...layout.strides import dense_stride
 from ...operators.declaration import Arguments, Composed, operator
-from ..common.alignment import common_layout, fit, fitted_parts, plain_operands, with_own_parts
+from ..common.alignment import fit, fitted_parts, plain_operands, with_own_parts
+from ..common.named_dims import common_layout
 from ..interop import item
 
 _aten = torch.ops.aten

@@ -44,7 +44,7 @@ from ...ranks.cuda_graphs import check_not_captured, is_capturing
 from ...ranks.debug_mode import debug_enabled
 from ...ranks.history import record
 from ...ranks.summaries import digest
-from ..common.alignment import free_dims
+from ..common.named_dims import free_dims
 from ..common.reduce import mesh_dims_of, rank_reduction
 from ..shape.view import carry
 from .pointwise import pointwise_plan

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from ...dispatch.planning import AtenCall, AtenPlan, meta_of
 from ...operators.declaration import operator
-from ..common.alignment import common_layout, fit, fitted_parts, wide_dtype, with_own_parts
+from ..common.alignment import fit, fitted_parts, wide_dtype, with_own_parts
+from ..common.named_dims import common_layout
 from ..common.reduce import check_dtype, maximum_over, mesh_dims_of, rank_reduction, reduced_dims
 
 _aten = torch.ops.aten

@@ -26,9 +26,9 @@ from ...communication.redistribute import reduce_scatter
 from ...communication.tracing import is_traced
 from ...dispatch.planning import AtenCall, argument, is_inplace, operand
 from ...layout.dtypes import wide_dtype
-from ...layout.intervals import intervals_of
+from ...layout.intervals import clipped, intervals_of
 from ..common.reduce import neutral_element
-from .index_layout import IndexLayout, clipped, copied, in_place_form, put
+from .index_layout import IndexLayout, copied, in_place_form, put
 
 # Of dims that are indexed and sharded: the length, and where the part begins and ends that a rank answers for.
 Own = dict[int, tuple[int, int, int]]
@@ -68,7 +68,7 @@ class BlockWork:
         self._rounds |= argument(layout.call, 4, "reduce", "") == "prod"
         self.at_once = [m for m in self.contributed if self._fits_a_shard(layout.call, m)]
         # The value is on the first rank; a plain tensor is on all.
-        summed = [m for m, axis in enumerate(self.axes) if axis.along is not None and axis.along[0] not in self.out]
+        summed = [m for m, axis in enumerate(self.axes) if axis.along is not None and axis.along.label not in self.out]
         self.starts_neutral = self.writes and spec is None and any(self.coordinate[m] for m in summed)
         self.broadcast = {m: axis.broadcast for m, axis in enumerate(self.axes) if axis.broadcast is not None}
         # Which operands are sharded along what is broadcast on a mesh dim, and each rank's interval.
@@ -76,13 +76,13 @@ class BlockWork:
             (path, m): intervals_of(spec.sizes_along(m))
             for path, spec in layout.layouts.items()
             for d, m in spec.sharded_dims().items()
-            if m in self.broadcast and self.roles[path][d] == self.broadcast[m][0]
+            if m in self.broadcast and self.roles[path][d] == self.broadcast[m].label
         }
 
     def _fits_a_shard(self, call: AtenCall, m: int) -> bool:
         """Whether contributions to all ranks are no larger than the shard that they are made of."""
         along = self.axes[m].along
-        parts = [spec for path, spec in call.tensors.items() if along is not None and along[0] in self.roles[path]]
+        parts = [spec for path, spec in call.tensors.items() if along is not None and along.label in self.roles[path]]
         largest = max(spec.shape.numel() for spec in parts)
         return call.tensors[self.first].shape.numel() * self.mesh.size(m) <= largest
 
@@ -159,7 +159,7 @@ class BlockWork:
         if not mesh_dims:
             return self._on_own(copied(values), kwargs, own)
         m = mesh_dims[0]
-        label, sizes = self.broadcast[m]
+        label, sizes = self.broadcast[m].label, self.broadcast[m].sizes
         ranks, rank, group = self.mesh.size(m), self.coordinate[m], group_along(self.mesh, m)
         indexed = self.axes[m].indexed is not None
         pieces: list[Tensor] = []

@@ -23,9 +23,10 @@ from ...layout.spec import ShardTensorSpec
 from ...operators.declaration import Arguments, Composed, operator
 from ...ranks.cuda_graphs import check_has_values
 from ..common.alignment import broadcast_shape, is_sharded, reduced_value, replicated
+from ..common.named_dims import Labels
 from ..common.reduce import neutral_element
 from ..shape.view import dim_of, wrap_dim
-from .index_layout import INDEXED, Labels
+from .index_layout import INDEXED
 from .index_plan import labelled
 
 _aten = torch.ops.aten

@@ -12,8 +12,9 @@ from ...communication.redistribute import redistribute_local
 from ...dispatch.planning import AtenCall, AtenPlan, Path, is_inplace, operand
 from ...errors import PLAIN_TARGET
 from ...layout.spec import ShardTensorSpec
+from ..common.named_dims import Labels
 from .block_work import BlockWork
-from .index_layout import IndexLayout, Labels, copied, put
+from .index_layout import IndexLayout, copied, put
 from .row_work import RowWork, rows_of
 
 
@@ -27,7 +28,6 @@ def labelled(
     accumulates: str | None = None,
     picks: bool = False,
     wraps: bool = False,
-    counts: bool = False,
     in_blocks: bool = True,
 ) -> AtenPlan:
     """The plan of an operator whose tensors' dims have labels, see index_layout.py.
@@ -41,15 +41,12 @@ def labelled(
             that labels which the result lacks may be sharded, too.
         picks: the result consists of entries of the first tensor, so that a Partial stays one.
         wraps: negative indices count from the end.
-        counts: the result is a sum of what each part of the first tensor gives.
         in_blocks: several calls, each with a part of the index, do the same as one.
     """
     if not roles.keys() >= call.tensors.keys():
         raise call.refuse("a ShardTensor is passed by keyword", "pass it by position")
     layout = IndexLayout(call, roles, out, indexed or {}, accumulates, writes, wraps)
     first = layout.first
-    for m in range(layout.mesh.ndim):
-        layout.axes.append(layout.choose(m, reads=indexed is not None or counts))
     for m, axis in enumerate(layout.axes):
         if not writes:
             layout.spread(m)

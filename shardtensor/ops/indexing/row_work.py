@@ -25,11 +25,12 @@ from ...communication.tracing import is_traced
 from ...dispatch.index_findings import found, is_kept
 from ...dispatch.planning import Path, operand
 from ...layout.dtypes import wide_dtype
-from ...layout.intervals import intervals_of, resized
+from ...layout.intervals import clipped, intervals_of, resized
 from ...ranks.cuda_graphs import is_capturing
+from ..common.named_dims import Along
 from ..common.reduce import neutral_element
 from .block_work import BlockWork
-from .index_layout import Along, IndexLayout, clipped, copied, in_place_form, put
+from .index_layout import IndexLayout, copied, in_place_form, put
 
 
 def rows_of(layout: IndexLayout) -> tuple[int, Path] | None:
@@ -42,9 +43,9 @@ def rows_of(layout: IndexLayout) -> tuple[int, Path] | None:
     (m,) = moving
     along = _split(layout, m)
     found = [path for path, dim in layout.indexed.items() if dim == layout.axes[m].indexed]
-    if not found or along is None or along[0] in layout.roles[layout.first]:  # the index of a part of each row
+    if not found or along is None or along.label in layout.roles[layout.first]:  # the index of a part of each row
         return None
-    return (m, found[0]) if along[0] in layout.roles[found[0]] else None
+    return (m, found[0]) if along.label in layout.roles[found[0]] else None
 
 
 def _split(layout: IndexLayout, m: int) -> Along | None:
@@ -61,11 +62,11 @@ class RowWork(BlockWork):
         self._index, self._dim, self._op = index, layout.indexed[index], self.accumulates or "sum"
         layouts, along = layout.layouts, _split(layout, mesh_dim)
         assert along is not None
-        label, self._rank, ranks = along[0], self.coordinate[mesh_dim], self.mesh.size(mesh_dim)
+        label, self._rank, ranks = along.label, self.coordinate[mesh_dim], self.mesh.size(mesh_dim)
         first, self._group = layouts[self.first], group_along(self.mesh, mesh_dim)
         self._sizes = first.sizes_along(mesh_dim)
         # What of the operands goes with this rank's part of the index: ``(path, dim, start, stop)``.
-        lengths = clipped(along[1], self.shortest[label])
+        lengths = clipped(along.sizes, self.shortest[label])
         start, stop = intervals_of(lengths)[self._rank]
         # Of an index that every rank holds whole: how it is divided, and where this rank's part is.
         self._split: tuple[int, tuple[int, ...]] | None = None

@@ -7,7 +7,8 @@ from torch import Tensor
 
 from ...layout.spec import ShardTensorSpec
 from ...operators.declaration import Arguments, operator
-from ..common.named_dims import ContractionPlan, Form, batch_labels, plan_contraction
+from ..common.contraction import ContractionPlan, plan_contraction
+from ..common.named_dims import Form, batch_labels, fresh, shared
 
 
 @operator(torch.linalg.cross, torch.ops.aten.linalg_cross, torch.cross, Tensor.cross, tensors="input other")
@@ -20,7 +21,7 @@ def plan_cross(
     meta = call.returned(torch.linalg.cross if of_linalg else torch.cross, input, other, dim=dim)
     along = list(meta.shape).index(3) if dim is None else dim
     (left, right), out = batch_labels(input.shape, other.shape)
-    form = Form((left, right), out, whole=frozenset([along % len(out) - len(out)]), by_parts=False)
+    form = Form((left, right), out, whole=frozenset([along % len(out) - len(out)]), ways=(shared, fresh))
 
     def local(x: Tensor, y: Tensor) -> Tensor:
         product: Tensor = torch.linalg.cross(x, y, dim=along)

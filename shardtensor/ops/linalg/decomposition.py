@@ -33,8 +33,8 @@ from ...layout.placements import AxisLayout
 from ...layout.spec import ShardTensorSpec
 from ...operators.declaration import Arguments, Composed, Plan, operator
 from ...operators.forward_mode import decomposed
-from ..common.alignment import broadcast_shape, cost_of_exchange, is_little, no_other_dim
-from ..common.named_dims import Arrangement, Form, Label, arrange, batch_labels
+from ..common.alignment import broadcast_shape, cost_of_exchange, is_little
+from ..common.named_dims import Arrangement, Form, Label, arrange, batch_labels, fresh, no_other_dim, shared
 from ..common.reduce import rank_reduction
 
 # The dims behind the batch dims, of the operands and of the results: a capital letter is a dim that may be sharded.
@@ -70,7 +70,7 @@ def plan_by_matrix(
         tuple((*labels, *core) for labels, core in zip(leads, cores, strict=True)),
         (*lead, "K"),
         whole=frozenset(c for c in "".join(cores) if c.islower()),
-        by_parts=False,
+        ways=(shared, fresh),
     )
     name = call.name.lstrip("_").removeprefix("linalg_")
 

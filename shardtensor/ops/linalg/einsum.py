@@ -17,8 +17,8 @@ from ...dispatch.tensor import redistribute_to
 from ...errors import UnsupportedSharding
 from ...layout.spec import ShardTensorSpec
 from ...operators.declaration import Arguments, Composed, Plan, operator
-from ..common.alignment import free_dims
-from ..common.named_dims import ContractionPlan, Form, arrange, plan_contraction
+from ..common.contraction import ContractionPlan, plan_contraction
+from ..common.named_dims import Form, arrange, free_dims
 
 
 @operator(torch.einsum, tensors="operands")

@@ -27,7 +27,6 @@ from ...operators.declaration import Arguments, Composed, Operand, Plan, operato
 from ..common.alignment import (
     as_operand,
     cast,
-    common_layout,
     fit,
     fitted_parts,
     product,
@@ -35,7 +34,8 @@ from ..common.alignment import (
     widened,
     with_own_parts,
 )
-from ..common.named_dims import Form, batch_labels, plan_contraction
+from ..common.contraction import plan_contraction
+from ..common.named_dims import Form, batch_labels, common_layout
 from ..common.reduce import check_dtype, reduced_spec
 from .sparse import MATRIX, MATRIX_BATCH, MATRIX_VECTOR, added_sparse_product, sparse_product
 

@@ -20,8 +20,9 @@ from ...layout.intervals import map_boundaries
 from ...layout.placements import AxisLayout
 from ...layout.spec import ShardTensorSpec
 from ...operators.declaration import Arguments, Composed, LocalPlan, Plan, operator
-from ..common.alignment import free_dims, wide_dtype
-from ..common.named_dims import ContractionPlan, Form, batch_labels, plan_contraction
+from ..common.alignment import wide_dtype
+from ..common.contraction import ContractionPlan, plan_contraction
+from ..common.named_dims import Form, batch_labels, free_dims
 from ..common.reduce import mesh_dims_of, neutral_element, rank_reduction, reduced_dims, reduced_spec
 from .decomposition import ONE, plan_by_matrix
 

@@ -25,7 +25,8 @@ from ...dispatch.tensor import redistribute_to
 from ...errors import refuse
 from ...layout.spec import ShardTensorSpec
 from ...operators.declaration import Arguments, Composed, LocalPlan, Operand, Plan, planned
-from ..common.alignment import as_operand, common_layout, free_dims, local_part, refuse_gathering, wide_dtype, widened
+from ..common.alignment import as_operand, local_part, refuse_gathering, wide_dtype, widened
+from ..common.named_dims import common_layout, free_dims
 from ..common.reduce import reduced_spec
 from .elementwise import full_precision, loss, outputs_spec, reduced, scalar_spec
 

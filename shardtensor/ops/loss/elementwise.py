@@ -28,8 +28,9 @@ from ...layout.strides import contiguous_stride
 from ...operators.autocast import autocast_dtype
 from ...operators.declaration import Arguments, Composed, LocalPlan, Plan, operator
 from ...ranks.cuda_graphs import check_has_values
-from ..common.alignment import common_layout, fit, local_part, refuse_gathering, wide_dtype
+from ..common.alignment import fit, local_part, refuse_gathering, wide_dtype
 from ..common.batch_parallel import Names, by_batch
+from ..common.named_dims import common_layout
 
 # -- base --------------------------------------------------------------------------------------------------------------
 

@@ -31,8 +31,8 @@ from ...layout.spec import ShardTensorSpec
 from ...layout.strides import contiguous_stride
 from ...operators.declaration import Arguments, Composed, LocalPlan, Plan, operator, planned
 from ..attention.kernels import DTYPES
-from ..common.alignment import common_layout, local_part, refuse_gathering, wide_dtype
-from ..shape.view import whole_blocks
+from ..common.alignment import local_part, refuse_gathering, wide_dtype
+from ..common.named_dims import Form, arrange, gathering
 from .tiled import Dim, Neighborhood, tiled_attention
 
 Windows = tuple[Sequence[int], Sequence[int], Sequence[int], Sequence[bool]]  # kernel, stride, dilation, causal
@@ -107,8 +107,7 @@ def plan_neighborhood_attention(
     specs, more = [query, key, value], dict(tuning)
     windows, is_self_attention = _checked(specs, additional or (), windows, more.get("kernel_schedule"))
     name = f"natten.na{len(query.shape) - 3}d"
-    layout = _queries_layout(name, specs)
-    targets = [layout, *(_keys_layout(spec, layout) for spec in specs[1:])]
+    layout, *_ = targets = _layouts(name, specs)
     axes = _additional_axes(targets[1])
     extra = [spec for spec in additional or () if spec is not None]
     refuse_gathering(name, [*specs, *extra], [*targets, *(spec.with_layout(axes) for spec in extra)])
@@ -195,8 +194,8 @@ def _local_additional(
 # -- which rank has what ------------------------------------------------------------------------------------------
 
 
-def _queries_layout(name: str, specs: Sequence[ShardTensorSpec]) -> ShardTensorSpec:
-    """The spec of queries and result: sharded as the first of queries, keys and values that a mesh dim shards."""
+def _layouts(name: str, specs: Sequence[ShardTensorSpec]) -> Sequence[ShardTensorSpec]:
+    """How queries, keys and values must lie; the result lies as the queries."""
     head_dim = len(specs[0].shape) - 1
     if any(head_dim in spec.sharded_dims() for spec in specs):
         raise refuse(
@@ -205,31 +204,9 @@ def _queries_layout(name: str, specs: Sequence[ShardTensorSpec]) -> ShardTensorS
             f"head_dim (tensor dim {head_dim}) is sharded, but every product of a query and a key needs it unsharded",
             "redistribute to shard heads, batch or spatial dims",
         )
-    group = specs[0].shape[head_dim - 1] // specs[1].shape[head_dim - 1]
-    return common_layout([_with_queries_heads(spec, specs[0], group) for spec in specs], specs[0].tensor_meta)
-
-
-def _with_queries_heads(spec: ShardTensorSpec, query: ShardTensorSpec, group: int) -> ShardTensorSpec:
-    """``spec`` as if it had the query's heads, sharded between groups of ``group`` that share a head of the keys."""
-    heads = len(query.shape) - 2
-    m = spec.sharded_dims().get(heads)
-    if m is None or group == 1:
-        return spec
-    own = spec.shape[heads] == query.shape[heads]
-    sizes = whole_blocks(spec.sizes_along(m), group) if own else tuple(n * group for n in spec.sizes_along(m))
-    shape = (*spec.shape[:heads], query.shape[heads], spec.shape[-1])
-    return _with_shape(spec.with_axes({m: AxisLayout(Shard(heads), sizes)}), shape)
-
-
-def _keys_layout(spec: ShardTensorSpec, queries: ShardTensorSpec) -> ShardTensorSpec:
-    """The spec of keys or values for queries as ``queries``; one of their heads may serve several of the queries'."""
-    heads = len(queries.shape) - 2
-    target = spec.with_layout(queries.layout)
-    m = queries.sharded_dims().get(heads)
-    if m is None:
-        return target
-    group = queries.shape[heads] // spec.shape[heads]
-    return target.with_axes({m: AxisLayout(Shard(heads), tuple(size // group for size in queries.sizes_along(m)))})
+    labels = tuple(range(head_dim + 1))
+    form = Form((labels,) * 3, labels, ways=(gathering,), groups=frozenset({head_dim - 1}))
+    return arrange(name, form, tuple(specs)).targets
 
 
 def _additional_axes(keys: ShardTensorSpec) -> list[AxisLayout]:

@@ -29,7 +29,7 @@ from ...layout.placements import AxisLayout
 from ...layout.spec import ShardTensorSpec
 from ...layout.strides import contiguous_stride
 from ...operators.declaration import Arguments, Composed, LocalPlan, Plan, operator
-from ..common.alignment import free_dims
+from ..common.named_dims import free_dims
 
 _LATITUDES, _LONGITUDES, _CHANNELS = 1, 2, 3  # behind the batch
 _MATRIX = "quad_weights col_idx row_off seg seg_off"

@@ -17,7 +17,8 @@ from ...layout.intervals import map_boundaries
 from ...layout.placements import AxisLayout
 from ...layout.spec import ShardTensorSpec
 from ...operators.declaration import Arguments, Operand
-from ..common.alignment import free_dims, local_part, redistributed
+from ..common.alignment import local_part, redistributed
+from ..common.named_dims import free_dims
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ from ...dispatch.aten_calls import run
 from ...dispatch.planning import AtenCall, AtenPlan, Path, meta_of
 from ...dispatch.registry import DECLINED, register
 from ...dispatch.tensor import ShardTensor
-from ...layout.intervals import Interval, chunk_sizes, intersect, intervals_of, length, map_boundaries, resized
+from ...layout.intervals import Interval, chunk_sizes, intersect, intervals_of, length, resized, whole_blocks
 from ...layout.placements import AxisLayout
 from ...layout.spec import ShardTensorSpec
 from ...layout.strides import cat_like
@@ -153,16 +153,6 @@ def carry(call: AtenCall | Arguments, spec: ShardTensorSpec, meta: Tensor, dims:
             )
         axes[m] = AxisLayout(Shard(dim), tuple(n * times // by for n in sizes))
     return spec.with_layout([axes.get(m, own) for m, own in enumerate(spec.layout)], meta_of(meta))
-
-
-def whole_blocks(sizes: Sequence[int], block: int) -> tuple[int, ...]:
-    """Sizes with every boundary at the nearest multiple of ``block``, which divides their sum.
-
-    Example:
-        >>> whole_blocks((5, 0, 7), 4), whole_blocks((1, 11), 4)
-        ((4, 0, 8), (0, 12))
-    """
-    return map_boundaries(sizes, lambda b: (2 * b + block) // (2 * block) * block)
 
 
 def fitted(spec: ShardTensorSpec, dims: Carry) -> ShardTensorSpec:

@@ -20,7 +20,8 @@ from ...dispatch.tensor import ShardTensor, promote, wrap
 from ...layout.spec import ShardTensorSpec
 from ...operators.declaration import operator
 from ...ranks.cuda_graphs import OUTSIDE, check_has_values
-from ..common.alignment import as_operand, free_dims, is_sharded, redistributed, reduced_value, replicated
+from ..common.alignment import as_operand, is_sharded, redistributed, reduced_value, replicated
+from ..common.named_dims import free_dims
 from ..common.reduce import rank_reduction
 from ..reduction.reductions import reduction_plan
 

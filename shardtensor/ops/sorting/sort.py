@@ -28,10 +28,11 @@ from ...errors import UnsupportedSharding
 from ...layout.intervals import map_boundaries
 from ...layout.spec import ShardTensorSpec
 from ...operators.declaration import Arguments, Composed, operator
-from ..common.alignment import as_operand, free_dims
+from ..common.alignment import as_operand
 from ..common.distributed_sort import Sorted, find_places, sort_keys
+from ..common.named_dims import Labels, free_dims
 from ..common.reduce import Selected, check_dtype, mesh_dims_of, plain_tuple, rank_reduction, reduced_dims, reduced_spec
-from ..indexing.index_layout import INDEXED, Labels
+from ..indexing.index_layout import INDEXED
 from ..indexing.index_plan import labelled
 
 _aten = torch.ops.aten
@@ -453,14 +454,14 @@ def _against_a_list(call: AtenCall) -> AtenPlan:
     names = list(range(len(call.args[0].shape)))
     roles: dict[Path, Labels] = {(0,): names} if isinstance(call.args[0], (Tensor, ShardTensorSpec)) else {}
     if isinstance(call.args[1], (Tensor, ShardTensorSpec)):
-        roles[(1,)] = [INDEXED] * len(call.args[1].shape)
+        roles[(1,)] = [f"list {d}" for d in range(len(call.args[1].shape))]
     return labelled(call, roles, names)
 
 
 @operator(_aten.bucketize.Tensor)
 def _bucketize(call: AtenCall) -> AtenPlan:
     names = list(range(len(call.args[0].shape)))
-    return labelled(call, {(1,): [INDEXED], (0,): names}, names, counts=True)
+    return labelled(call, {(1,): [INDEXED], (0,): names}, names)
 
 
 @operator(_aten.searchsorted.Tensor, _aten.searchsorted.Scalar)
@@ -469,7 +470,7 @@ def _searchsorted(call: AtenCall) -> AtenPlan:
     names: list[Hashable] = [] if number else list(range(len(call.args[1].shape)))
     table = [INDEXED] if len(call.args[0].shape) == 1 else [*names[:-1], INDEXED]
     roles: dict[Path, Labels] = {(0,): table} if number else {(0,): table, (1,): names}
-    return labelled(call, roles, names, counts=True)
+    return labelled(call, roles, names)
 
 
 # The order of the table depends on data: the sorter's elements are gathered first.

@@ -31,7 +31,8 @@ from ...operators.declaration import Arguments, Plan, operator
 from ...ranks.cuda_graphs import check_has_values
 from ..common.alignment import widened
 from ..common.batch_parallel import Names, Result, plan_by_batch
-from ..common.named_dims import ContractionPlan, Form, Label, arrange, plan_contraction
+from ..common.contraction import ContractionPlan, plan_contraction
+from ..common.named_dims import Form, Label, arrange, fresh, shared
 from ..common.reduce import rank_reduction
 
 
@@ -67,7 +68,7 @@ def plan_grid_sample(
         plan = plan_contraction(call, call.name, sample, form, "input", "grid")
     except UnsupportedSharding:
         # As if every rank could read all of the image: it is fetched where it is sharded in space.
-        form = replace(form, terms=(("batch", "channels", *[None] * spatial), form.terms[1]), by_parts=False)
+        form = replace(form, terms=(("batch", "channels", *[None] * spatial), form.terms[1]), ways=(shared, fresh))
         how = arrange(call.name, form, (input, _divided(call, input, grid)))
         image, at = how.targets
         kept = {m: input.layout[m] for d, m in input.sharded_dims().items() if d > 1}

@@ -42,3 +42,19 @@ def test_of_one_dim_the_first_operands_sizes():
     layouts = [([Replicate()], None), FRAMES]
     for placements, sizes, messages, _ in run_distributed(added, 2, layouts, (2, 16, 3)):
         assert (placements, sizes, messages) == ((Shard(0),), {0: (1, 1)}, 0)
+
+
+def added_on_two_dims(layouts, shape):
+    mesh = shared_mesh((2, 2))
+    tensors = [torch.randn(shape, dtype=torch.float64) for _ in layouts]
+    operands = [shard(t, mesh, placements) for t, placements in zip(tensors, layouts, strict=True)]
+    y = sum(operands[1:], start=operands[0])
+    torch.testing.assert_close(y.full_tensor(), sum(tensors[1:], start=tensors[0]), rtol=1e-10, atol=0)
+    return y.placements
+
+
+def test_mesh_dims_are_decided_together():
+    """The first mesh dim leaves the rows to the second one, which shards them already: nothing is gathered."""
+    layouts = [(Shard(0), Replicate()), (Shard(1), Shard(0))]
+    for order in (layouts, layouts[::-1]):
+        assert run_distributed(added_on_two_dims, 4, order, (8, 6, 3)) == [(Shard(1), Shard(0))] * 4

@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.tensor import Partial, Replicate, Shard
 
 from shardtensor import UnsupportedSharding
-from shardtensor.ops.indexing.index_layout import clipped
+from shardtensor.layout.intervals import clipped
 from shardtensor.testing import assert_matches_unsharded, count_communication, run_distributed, shard, shared_mesh
 
 

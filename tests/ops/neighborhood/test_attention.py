@@ -332,13 +332,13 @@ def test_windows_that_reach_over_several_shards():
 
 @on_ranks(2)
 def test_operands_that_are_cut_differently():
-    """The first that is sharded on a mesh dim decides; gradients come back as the operands lie."""
+    """The largest that is sharded on a mesh dim decides, or the finer shards; gradients come back as operands lie."""
     problem = plane((9, 7), 3, heads_kv=1)
     rows, others, columns = {0: (4, 5)}, {0: (7, 2)}, {0: (1, 6)}
     for decides, places, sizes in (
         (0, [[Shard(1)], [Shard(1)], [Shard(1)]], [rows, others, {0: (0, 9)}]),
         (0, [[Shard(1)], [Shard(2)], [Replicate()]], [rows, columns, None]),
-        (1, [[Replicate()], [Shard(2)], [Shard(1)]], [None, columns, rows]),
+        (2, [[Replicate()], [Shard(2)], [Shard(1)]], [None, columns, rows]),
         (1, [None, [Shard(1)], None], [None, rows, None]),
         (1, [[Partial()], [Shard(1)], [Partial()]], [None, rows, None]),
     ):
@@ -355,7 +355,7 @@ def test_groups_of_heads():
     heads, whole = [Shard(3)], [Replicate()]
     for places, sizes, expected in (
         ([heads, whole, None], [{0: (2, 4)}, None, None], (3, 3)),
-        ([heads, heads, heads], [{0: (1, 5)}, {0: (2, 0)}, {0: (1, 1)}], (0, 6)),
+        ([heads, heads, heads], [{0: (1, 5)}, {0: (2, 0)}, {0: (1, 1)}], (3, 3)),
         ([None, heads, whole], [None, {0: (2, 0)}, None], (6, 0)),
         ([whole, whole, heads], [None, None, {0: (1, 1)}], (3, 3)),
         ([heads, whole, heads], [{0: (0, 6)}, None, {0: (1, 1)}], (0, 6)),

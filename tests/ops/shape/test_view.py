@@ -14,11 +14,10 @@ from spatial_cases import check_cases, data
 from torch.distributed.tensor import Partial, Replicate, Shard
 
 from shardtensor.dispatch.tensor import wrap
-from shardtensor.layout.intervals import boundaries_of, intervals_of
+from shardtensor.layout.intervals import boundaries_of, intervals_of, whole_blocks
 from shardtensor.ops.shape.cat import joined_sizes
 from shardtensor.ops.shape.flip import rolled
 from shardtensor.ops.shape.slice import boundary_of_slice, sizes_before_slice
-from shardtensor.ops.shape.view import whole_blocks
 from shardtensor.testing import (
     assert_matches_unsharded,
     count_communication,

@@ -1,0 +1,114 @@
+"""Plans of operators whose dims have names, as in einsum; named_dims.py finds how the operands must lie."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import Shard
+
+from ...dispatch.tensor import ShardTensor, from_part, to_part
+from ...layout.dtypes import wide_dtype
+from ...layout.intervals import intervals_of
+from ...layout.spec import ShardTensorSpec
+from ...operators.autocast import autocast_dtype
+from ...operators.declaration import Arguments, LocalPlan
+from .named_dims import Along, Arrangement, Form, arrange
+from .ring import Tour, part_by_part
+
+
+def local_work(how: Arrangement, function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """``function`` for the local operands, part by part where one is sent around. Differentiable."""
+    work = function
+    for m, axis in enumerate(how.axes):
+        if axis is not None and axis.sent is not None:
+            work = _around_ring(how, work, m, axis.sent)
+    return work
+
+
+def _around_ring(how: Arrangement, function: Callable[..., Tensor], m: int, sent: Along) -> Callable[..., Tensor]:
+    label, intervals, terms = sent.label, intervals_of(sent.sizes), how.form.terms
+    shards = [(i, p.dim) for i, target in enumerate(how.targets) if isinstance(p := target.placements[m], Shard)]
+    at, dim = next((i, d) for i, d in shards if terms[i][d] == label)
+    target = how.targets[at]
+    dims = [term.index(label) if label in term and i != at else None for i, term in enumerate(terms)]
+
+    def part_of(owner: int, part: Tensor, *others: Tensor) -> Tensor:
+        a, b = intervals[owner]
+        operands = [*others[:at], part, *others[at:]]
+        pairs = zip(operands, dims, strict=True)
+        return function(*(t if d is None else t.narrow(d, a, b - a) for t, d in pairs))
+
+    into = None if how.form.summed(label) else how.form.out.index(label)
+    tour = Tour(target.mesh, m, target.coordinate[m], dim, into, intervals)
+
+    def call(*operands: Tensor) -> Tensor:
+        return part_by_part(part_of, tour, operands[at], *operands[:at], *operands[at + 1 :])
+
+    return call
+
+
+class ContractionPlan(LocalPlan):
+    """``function`` of local operands that have an arrangement's targets.
+
+    Where half precision is summed over ranks, in the result or in the gradient of an operand, it runs in float32: see
+    [Note: rounded once] in redistribute.py.
+    """
+
+    outputs: ShardTensorSpec
+
+    def __init__(self, how: Arrangement, function: Callable[..., Tensor]) -> None:
+        shape = [how.lengths.get(label, 1) for label in how.form.out]
+        gradients = [how.gradient(i) for i in range(len(how.targets))]
+        self.targets = how.targets
+        self.cast_to = _dtype_of_autocast(how, function)
+        super().__init__(local_work(how, function), how.out(shape, how.targets[0].tensor_meta.dtype), gradients)
+
+    def run(self, tensors: Sequence[Any]) -> ShardTensor:
+        # Some operators have arguments behind the operands that may be tensors, but are none in this call.
+        operands = tensors[: len(self.targets)]
+        dtype = self.cast_to or operands[0].dtype
+        computed = torch.float32 if self._rounds_sums(dtype, operands) else self.cast_to
+        if computed is None:
+            result = self.function(*self.local_tensors(operands))
+            return from_part(result, self.outputs.with_dtype(result.dtype))
+        parts = [to_part(t, s or t._spec, computed) for t, s in zip(operands, self.gradients or (), strict=True)]
+        with torch.autocast(parts[0].device.type, enabled=False):
+            result = self.function(*parts)
+        return from_part(result, self.outputs.with_dtype(dtype))
+
+    def _rounds_sums(self, dtype: torch.dtype, operands: Sequence[ShardTensor]) -> bool:
+        """Whether a result of this dtype, or a gradient, is rounded, and added up over ranks before that."""
+        if wide_dtype(dtype) == dtype:
+            return False
+        graded = zip(operands, self.gradients or (), strict=True)
+        summed = any(s is not None and s.partial_mesh_dims() and t.requires_grad for t, s in graded)
+        return summed or bool(self.outputs.partial_mesh_dims())
+
+
+def _dtype_of_autocast(how: Arrangement, function: Callable[..., Tensor]) -> torch.dtype | None:
+    """The dtype to which autocast casts the operands; None where it is off."""
+    device = how.targets[0].mesh.device_type
+    if not torch.is_autocast_enabled(device):
+        return None
+    whole = how.form.whole
+    shapes = [
+        [n if label in whole else min(n, 2) for n, label in zip(spec.shape, term, strict=True)]
+        for spec, term in zip(how.targets, how.form.terms, strict=True)
+    ]
+    return autocast_dtype(function, shapes, [spec.tensor_meta.dtype for spec in how.targets], device)
+
+
+def plan_contraction(
+    call: Arguments, name: str, function: Callable[..., Tensor], form: Form, *operands: str
+) -> ContractionPlan:
+    """The plan of an operator of this form, whose tensors are ``operands``.
+
+    The caller has had torch check their shapes and dtypes.
+    """
+    how = arrange(name, form, tuple(call.tensors[operand] for operand in operands))
+    for operand, target in zip(operands, how.targets, strict=True):
+        call.redistribute(operand, target)
+    return ContractionPlan(how, function)
