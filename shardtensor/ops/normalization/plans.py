@@ -204,7 +204,9 @@ class LocalGroupNorm(LocalNorm):
         return _with_shape(y, x), tuple(kept)
 
     def _gradient(self, mask: Sequence[bool], grad: Tensor, x: Tensor, w: Tensor | None, *saved: Any) -> Sequence[Any]:
-        given = (_channels(t, self._last(x)) for t in (grad, x))
+        # Of small maps with the channels last, torch's kernel writes the input's gradient also if it is not asked for.
+        last = self._last(x) and mask[0]
+        given = (_channels(t, last) for t in (grad, x))
         dx, *rest = _group_norm_backward(*given, *saved, w, *self.sizes, mask)
         return dx if dx is None else _with_shape(dx, x), *rest
 

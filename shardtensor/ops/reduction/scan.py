@@ -141,6 +141,9 @@ def plan_sum_or_product(call: Arguments, input: ShardTensorSpec, dim: int, *, dt
     function = getattr(torch, call.name)
     dtype = kernel_dtype(call, function, input, along, dtype=dtype)
     if not mesh_dims_of(input, [along]):
+        if call.name == "cumprod" and 0 in input.own_shape:
+            # Of no elements torch takes it for the identity, whose gradient depends on nothing, unlike other ranks'.
+            return LocalPlan(lambda x: (x * x).to(dtype), input.with_dtype(dtype))
         return LocalPlan(lambda x: function(x, along, dtype=dtype), input.with_dtype(dtype))
     if call.name == "cumsum":
         return Composed(lambda x: _CumulativeSum.apply(x, along, dtype, False))

@@ -184,3 +184,15 @@ def test_tangents_of_logcumsumexp():
     operands = (shard(t, shared_mesh(2), [Shard(0)], {0: (1, 2)}) for t in (x, tangent))
     found = torch.func.jvp(lambda t: t.logcumsumexp(1), *((t,) for t in operands))[1]
     torch.testing.assert_close(found.full_tensor(), expected, rtol=1e-10, atol=1e-12)
+
+
+@on_ranks(2)
+def test_second_derivatives_of_products_of_a_rank_without_elements():
+    """That rank has them, too, as torch would not: a sum over gradients would wait for it."""
+    x = torch.randn(2, 4, 7, dtype=torch.float64)
+    mine = shard(x, shared_mesh(2), [Shard(0)], {0: (2, 0)}, requires_grad=True)
+    one = x.clone().requires_grad_()
+    for t in (mine, one):
+        (first,) = torch.autograd.grad(t.cumprod(2).sin().sum(), t, create_graph=True)
+        first.square().sum().backward()
+    torch.testing.assert_close(mine.grad.full_tensor(), one.grad, rtol=1e-10, atol=1e-12)
