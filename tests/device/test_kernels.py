@@ -33,10 +33,10 @@ COUNTED = {
     "bilinear x 2": (5, 2),
     "max pool 3x3, stride 2": (3, 2),
     "rfft2, product, irfft2": (11, 4),
-    "attention, fetch": (6, 2),
+    "attention, fetch": (8, 3),
     "attention, heads": (10, 4),
     "attention, ring": (12, 3),
-    "attention, causal fetch": (5, 2),
+    "attention, causal fetch": (7, 3),
     "attention, causal ring": (11, 3),
     "step of the globe U-Net": (180, 61),
 }
