@@ -84,8 +84,13 @@ class Branching(nn.Conv2d):
 def test_one_process_is_not_counted_where_values_are_read_or_nothing_is_sharded():
     reading = shardtensor.explain(Branching(3, 3, 3, padding=1), torch.zeros(1, 3, 32, 8), mesh=2, shard=2)
     alone = explained(convolutions(), (1, 3, 32, 8), 1, None)
-    for found in (reading, alone):
-        assert found.excess is None and "not compared with one process" in found.share()
+    on_shards_only = shardtensor.explain(lambda x: x.to_local() * 2, torch.zeros(4, 4), mesh=2, shard=0)
+    for found, reason in [
+        (reading, "the model reads values of tensors ("),
+        (alone, "nothing is sharded"),
+        (on_shards_only, "the model raises AttributeError on plain tensors: 'FakeTensor' object has no"),
+    ]:
+        assert found.excess is None and f"not compared with one process: {reason}" in found.share()
 
 
 def test_command(capsys, monkeypatch):

@@ -15,7 +15,7 @@ from ..._compat import tree_leaves
 from ...layout.intervals import aligned_sizes, chunk_sizes
 from ..machines import MACHINES, Machine
 from .report import Explanation, bytes_text, table
-from .run import UnfitArguments, ends_and_middle, explain
+from .run import UnfitArguments, ends_and_middle, explained, prepared, sample_of
 
 _BALANCED = 1.03  # the slowest rank's time by the mean; below that other sizes gain nothing
 _GAIN = 1.05  # as many times as fast, so that uneven sizes are worth it
@@ -162,8 +162,7 @@ def advise(
     if isinstance(machine, str) and machine not in MACHINES:
         raise UnfitArguments(f"machine={machine!r}: give a Machine, or one of {', '.join(MACHINES)}")
     known = MACHINES[machine] if isinstance(machine, str) else machine
-    options = {"backward": backward, "kwargs": kwargs}
-    search = _Search(model, inputs, tensor, known, options)
+    search = _Search(model, inputs, tensor, known, kwargs or {}, backward)
     single, whole = search.run((1,), (), {})
     candidates = list(search.candidates(ranks, dims, whole))
     found = []
@@ -186,7 +185,8 @@ class _Search:
     inputs: Sequence[Any]
     tensor: Tensor
     machine: Machine
-    options: Mapping[str, Any]
+    kwargs: Mapping[str, Any]
+    backward: bool | Callable[[Any], Tensor]
 
     def candidates(
         self, ranks: int, dims: Sequence[int], whole: Explanation
@@ -224,8 +224,8 @@ class _Search:
         """A choice, and what was found out about it by running some ranks."""
         lengths = [self.tensor.shape[d] for d in dims]
         shard = [dims if any(_has(t, dims, lengths) for t in tree_leaves(value)) else None for value in self.inputs]
-        layout: dict[str, Any] = {"mesh": mesh, "shard": shard if dims else None, "shard_sizes": sizes, "only": only}
-        found = explain(self.model, *self.inputs, **layout, **self.options)
+        job = prepared(self.model, tuple(self.inputs), self.kwargs, mesh, shard if dims else None, sizes, self.backward)
+        found = explained(job, only or sample_of(job), values=None, compared=False)  # the first choice is one process
         held = {r: found.weight_bytes + found.input_bytes[r] + found.total(r, "saved_bytes") for r in found.ranks}
         choice = Choice(
             mesh,

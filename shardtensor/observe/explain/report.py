@@ -36,8 +36,8 @@ class Explanation:
         differentiated: whether a backward pass was run.
         stopped: the reason if the run ended early; otherwise "".
         notes: notes about the numbers.
-        parts: how much of the sharded inputs each rank has, from 0 to 1; empty if the model reads values, or nothing is
-            sharded.
+        parts: how much of the sharded inputs each rank has, from 0 to 1; empty without a comparison with one process.
+        not_compared: why there is no comparison with one process; otherwise "".
     """
 
     mesh: tuple[int, ...]
@@ -51,12 +51,13 @@ class Explanation:
     stopped: str = ""
     notes: tuple[str, ...] = field(default=())
     parts: dict[int, float] = field(default_factory=dict)
+    not_compared: str = ""
 
     @property
     def excess(self) -> Excess | None:
         """What the busiest rank computes and keeps, divided by its part of what one process does; 1.0 is ideal.
 
-        None if the model reads values, or nothing is sharded.
+        None without a comparison; :attr:`not_compared` says why.
         """
         return excess_of(self.layers, self.parts) if self.parts else None
 
@@ -66,7 +67,7 @@ class Explanation:
         The numbers are those of :attr:`excess`.
         """
         if not self.parts:
-            return "not compared with one process: nothing is sharded, or the model reads values, or needs ShardTensors"
+            return f"not compared with one process: {self.not_compared}"
         lines = [f"1.0 is a rank's part of the input: {self.excess}"]
         lines += [f"    {path}: {excess}" for path, excess in by_module(self.layers, self.parts)]
         return "\n".join([*lines, *filter(None, [repeated(self.layers, self.parts)])])

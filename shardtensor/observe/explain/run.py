@@ -217,14 +217,14 @@ def _chosen(given: Sequence[int] | None, length: int, ranks: int) -> tuple[int, 
 Run = tuple[list[Row], str]  # what one rank has recorded, and why it has stopped; "" where it has not
 
 
-def explained(job: Job, ranks: Sequence[int], values: bool | None) -> Explanation:
-    """Run the job as these ranks, and put what they recorded next to each other."""
+def explained(job: Job, ranks: Sequence[int], values: bool | None, compared: bool = True) -> Explanation:
+    """Run the job as these ranks, and put what they recorded next to each other, and ``compared`` to one process."""
     if dist.is_initialized():
         job = replace(job, device="cpu")  # a copy of this process can use no other
-    return without_groups(_explained, job, ranks, values)
+    return without_groups(_explained, job, ranks, values, compared)
 
 
-def _explained(job: Job, ranks: Sequence[int], values: bool | None) -> Explanation:
+def _explained(job: Job, ranks: Sequence[int], values: bool | None, compared: bool) -> Explanation:
     notes, reads = [], "values=True"
     runs: list[Run] | None = None
     if not values:
@@ -260,7 +260,7 @@ def _explained(job: Job, ranks: Sequence[int], values: bool | None) -> Explanati
         runs = simulate_ranks(_run, job.world_size, job, nullcontext, only=ranks)
     if len(ranks) < job.world_size:
         notes.append(f"Only the ranks {list(ranks)} of {job.world_size} were run; the balance is theirs.")
-    return _joined(job, ranks, runs, notes, _alone(job))
+    return _joined(job, ranks, runs, notes, _alone(job) if compared else "it was not asked for")
 
 
 _Call = tuple[str, str, int]
@@ -271,18 +271,17 @@ def _call(row: Row) -> _Call:
     return row.path, row.operator, row.call
 
 
-def _alone(job: Job) -> Mapping[_Call, Row] | None:
-    """What one process with the global tensors does, call by call; it has no values, nor the memory.
-
-    None if that is what was run, or if the model does not run so.
-    """
+def _alone(job: Job) -> Mapping[_Call, Row] | str:
+    """What one process with the global tensors does, call by call, without values or memory; or why it is not known."""
     if all(layout is None for layout in job.layouts):
-        return None
+        return "nothing is sharded"
     alone = replace(job, mesh=(1,), layouts=(None,) * len(job.layouts), sizes=({},) * len(job.sizes))
     try:
         ((rows, _),) = simulate_ranks(_run, 1, alone, without_values)
-    except Exception:  # of a model that reads values, or takes nothing but ShardTensors
-        return None
+    except NEEDS_VALUES as error:
+        return f"the model reads values of tensors ({error or type(error).__name__})"
+    except Exception as error:  # the model's own: it may take nothing but ShardTensors
+        return f"the model raises {type(error).__name__} on plain tensors: {error}"
     return {_call(row): row for row in rows if row.call}
 
 
@@ -374,7 +373,7 @@ class _Copying(TorchFunctionMode):
 
 
 def _joined(
-    job: Job, ranks: Sequence[int], runs: Sequence[Run], notes: Sequence[str], whole: Mapping[_Call, Row] | None
+    job: Job, ranks: Sequence[int], runs: Sequence[Run], notes: Sequence[str], whole: Mapping[_Call, Row] | str
 ) -> Explanation:
     """The ranks' rows as layers. All ranks call the same operators in the same order."""
     names = [[(row.path, row.operator) for row in rows] for rows, _ in runs]
@@ -399,7 +398,7 @@ def _joined(
                 _shares(dict(zip(ranks, rows))),
                 first.refused,
                 first.operands,
-                None if whole is None or _call(first) not in whole else _shares({0: whole[_call(first)]})[0],
+                None if isinstance(whole, str) or _call(first) not in whole else _shares({0: whole[_call(first)]})[0],
             )
         )
     notes = [*notes, *_far_apart(layers)]
@@ -419,7 +418,8 @@ def _joined(
         differentiated=bool(job.backward),
         stopped=next((stopped for _, stopped in runs if stopped), ""),
         notes=tuple(notes),
-        parts={} if whole is None else {rank: job.part(rank) for rank in ranks},
+        parts={} if isinstance(whole, str) else {rank: job.part(rank) for rank in ranks},
+        not_compared=whole if isinstance(whole, str) else "",
     )
 
 
