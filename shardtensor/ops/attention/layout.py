@@ -9,6 +9,10 @@ For each mesh dim one of these kinds (dims counted from the end: -3 heads and be
 | keys | replicated | sequence | replicated | two all-reduces: a number per row, and the result |
 | both | sequence | sequence | as the query | keys and values, fetched or around a ring; or all-to-alls |
 
+[Note: divided] With a result that all ranks have, they repeat all that follows. So kind "keys" is for small results.
+For large ones another kind is taken, if it moves fewer bytes than what sum and repeated work count as: keys and values
+are moved to shard the batch or the heads, once, or the queries are sliced along their sequence.
+
 [Note: balance] If a row sees the keys before it, the last rank of a ring has most to do. So the sequence is divided
 into twice as many parts as there are ranks, and rank ``r`` of ``P`` gets parts ``r`` and ``2 P - 1 - r``, by an
 exchange before the ring. Another exchange brings the result back. Then each step of the ring is equally long on all
@@ -151,7 +155,39 @@ def _form(operands: Sequence[ShardTensorSpec]) -> Form:
         labels = [*range(-len(mask.shape), _SEQUENCE), "rows", "keys"]
         terms.append(tuple(label if n > 1 else None for label, n in zip(labels, mask.shape, strict=True)))
     whole, heads = frozenset({"features", "width"}), frozenset({_HEADS})
-    return Form(tuple(terms), (*lead, "rows", "width"), whole, (shared, _keys_sent), leaders=3, groups=heads)
+    out = operands[0].shape[:-1].numel() * operands[2].shape[-1] * operands[0].tensor_meta.dtype.itemsize
+    device, repeated = operands[0].mesh.device_type, _cost_of_repeating(operands[2])
+    ways = (_keys_alike, _divided, _keys_sent) if out * repeated > cost_of_exchange(device) else (shared, _keys_sent)
+    return Form(tuple(terms), (*lead, "rows", "width"), whole, ways, 3, heads, repeated)
+
+
+def _cost_of_repeating(value: ShardTensorSpec) -> float:
+    """Of a result that all ranks have, per byte: of its sum, by an all-reduce, and of what they do with it alike.
+
+    The latter is taken to be a layer of a transformer, whose weights are 12 matrices of the result's width.
+    """
+    width = value.shape[-1] * (value.shape[_HEADS] if len(value.shape) > -_HEADS else 1)
+    return 2 + 24 * width / (_rate(value) * value.tensor_meta.dtype.itemsize)
+
+
+def _keys_alike(choice: Choice) -> Iterator[Option]:
+    """A label that all have. Where it is that of the keys, all ranks get the result, by a sum."""
+    for option in shared(choice):
+        yield replace(option, sums=option.axis.labels() == ["keys"])
+
+
+def _divided(choice: Choice) -> Iterator[Option]:
+    """Where all ranks have the queries: batch or heads are sharded instead of the keys, or queries: [Note: divided]."""
+    held = choice.leading().values()
+    if {own.label for own in held} != {"keys"}:
+        return
+    free = [x for x in choice.form.out if choice.may_shard(x) and x not in choice.later]
+    free = [x for x in free if choice.lengths[x] >= choice.ranks * choice.blocks.get(x, 1)]
+    lead = [x for x in free if x != "rows"]
+    if lead:
+        yield Option(Axis(choice.evenly(max(lead, key=lambda x: (x != _HEADS, choice.lengths[x])))))
+    if "rows" in free:
+        yield Option(Axis(choice.evenly("rows"), next(iter(held))))
 
 
 def _keys_sent(choice: Choice) -> Iterator[Option]:
@@ -303,6 +339,10 @@ _RATES = {"cpu": 50.0}
 _OTHER_RATES = 1000.0
 
 
+def _rate(spec: ShardTensorSpec) -> float:
+    return _RATES.get(spec.mesh.device_type, _OTHER_RATES)
+
+
 def _is_small(layout: AttentionLayout) -> bool:
     _, k, v, _ = layout.targets
     constant = cost_of_exchange(k.mesh.device_type)
@@ -349,11 +389,10 @@ def _heads_are_faster(layout: AttentionLayout, m: int, shift: int | None) -> boo
 def _costs(layout: AttentionLayout) -> tuple[float, float, float]:
     """Of a query and its result, of a key and its value, and of a score."""
     q, k, v, _ = layout.targets
-    rate = _RATES.get(q.mesh.device_type, _OTHER_RATES)
     itemsize, lead = q.tensor_meta.dtype.itemsize, math.prod(q.shape[:-2])
     widths = [math.prod(s.shape[:-2]) * s.shape[-1] * itemsize for s in (q, k, v)]
     per_query = widths[0] + lead * v.shape[-1] * itemsize
-    return per_query, widths[1] + widths[2], 2 * lead * (q.shape[-1] + v.shape[-1]) / rate
+    return per_query, widths[1] + widths[2], 2 * lead * (q.shape[-1] + v.shape[-1]) / _rate(q)
 
 
 def _scores(rows: Parts, columns: Parts, shift: int | None) -> float:

@@ -147,6 +147,8 @@ class Form:
         leaders: how many operands, the first ones, decide where one of them is sharded; others follow. None: all.
         groups: labels whose longer dims have a group of entries for each of a shorter one's, which stay together: heads
             of queries that share keys. Of other labels a shorter dim is the beginning of the longest.
+        whole_result: how often the bytes of a result count that all ranks have because they sum it: twice for that, by
+            an all-reduce, and more where the work that follows is repeated.
 
     Example:
         >>> Form(("ik", "kj"), "ij").summed("k")
@@ -159,6 +161,7 @@ class Form:
     ways: tuple[Way, ...] = (shared, fresh, around_ring)
     leaders: int | None = None
     groups: frozenset[Label] = frozenset()
+    whole_result: float = 2.0
 
     def summed(self, label: Label) -> bool:
         return label not in self.out
@@ -282,6 +285,7 @@ class _Search:
         lengths: of the labels.
         bytes, result: how many each operand has, and about how many the result.
         held: what each mesh dim shards of the operands now.
+        blocks: of labels with groups, how long the groups are.
         stuck: the last mesh dim on which nothing could be done.
     """
 
@@ -291,6 +295,7 @@ class _Search:
     bytes: list[int]
     result: int
     held: list[dict[int, Along]]
+    blocks: dict[Label, int]
     stuck: int = 0
 
     @classmethod
@@ -302,12 +307,12 @@ class _Search:
                     all_lengths.setdefault(label, []).append(n)
         lengths = {label: max(ns) for label, ns in all_lengths.items()}
         grouped = form.groups & lengths.keys()
-        blocks = {label: lengths[label] // (math.gcd(*all_lengths[label]) or 1) for label in grouped}
+        blocks = {label: lengths[label] // (math.gcd(*all_lengths[label]) or 1) or 1 for label in grouped}
         held = [_held(form, lengths, blocks, specs, m) for m in range(specs[0].mesh.ndim)]
         itemsizes = [spec.tensor_meta.dtype.itemsize for spec in specs]
         of_operands = [spec.shape.numel() * itemsize for spec, itemsize in zip(specs, itemsizes, strict=True)]
         result = max(itemsizes) * math.prod(lengths.get(label, 1) for label in form.out)
-        return cls(form, specs, lengths, of_operands, result, held)
+        return cls(form, specs, lengths, of_operands, result, held, blocks)
 
     def all_options(self, before: tuple[Option | None, ...]) -> Iterator[tuple[Option | None, ...]]:
         """What may be done on the mesh dims, where ``before`` is done on the first ones."""
@@ -320,7 +325,7 @@ class _Search:
             taken = frozenset(label for option in before if option for label in option.axis.labels())
             later = frozenset(along.label for others in self.held[m + 1 :] for along in others.values())
             sizes = self.lengths, self.bytes, self.result
-            choice = Choice(self.form, *sizes, self.held[m], self._ranks(m), taken, later)
+            choice = Choice(self.form, *sizes, self.held[m], self._ranks(m), taken, later, self.blocks)
             options = choice.options() or choice.resharded().options()
         if not options:
             self.stuck = max(self.stuck, m)
@@ -353,7 +358,7 @@ class _Search:
             out = self.form.out
             whole = [n for n, other in enumerate(options) if not (other and set(other.axis.labels()) & set(out))]
             copies = math.prod(self._ranks(n) for n in whole if n != m)
-            cost += 2 * (ranks - 1) * copies * self.result
+            cost += self.form.whole_result * (ranks - 1) * copies * self.result
         return cost
 
     def _ranks(self, m: int) -> int:
@@ -422,6 +427,7 @@ class Choice:
         ranks: how many the mesh dim has.
         taken: labels that mesh dims before it shard.
         later: labels that mesh dims behind it shard now.
+        blocks: of labels with groups, how long the groups are.
     """
 
     form: Form
@@ -432,6 +438,7 @@ class Choice:
     ranks: int
     taken: frozenset[Label]
     later: frozenset[Label]
+    blocks: Mapping[Label, int]
 
     def options(self) -> list[Option]:
         """All that may be done."""
@@ -449,7 +456,8 @@ class Choice:
         return replace(self, held=held)
 
     def evenly(self, label: Label) -> Along:
-        return Along(label, chunk_sizes(self.lengths[label], self.ranks))
+        block = self.blocks.get(label, 1)
+        return Along(label, tuple(block * n for n in chunk_sizes(self.lengths[label] // block, self.ranks)))
 
     def may_shard(self, label: Label) -> bool:
         return label not in self.taken and label not in self.form.whole
