@@ -48,9 +48,9 @@ ANEMOI, ANEMOI_SIDE = "anemoi's graph transformer, 10,000 nodes", 100
 # -- graphs ------------------------------------------------------------------------------------------------------------
 
 
-def grid(side: int, diagonals: bool = False) -> Tensor:
+def grid(side: int, diagonals: bool = False, rows: int | None = None) -> Tensor:
     """Source and target of the edges between neighbours, both ways, in the order of their targets."""
-    node = torch.arange(side * side).view(side, side)
+    node = torch.arange((rows or side) * side).view(-1, side)
     pairs = [(node[:, :-1], node[:, 1:]), (node[:-1], node[1:])]
     if diagonals:
         pairs.append((node[:-1, :-1], node[1:, 1:]))

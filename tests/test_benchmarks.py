@@ -8,6 +8,7 @@ import importlib.util
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from unittest import mock
 
@@ -146,18 +147,68 @@ def test_steps_by_hand_have_our_numbers_and_messages(ranks):
             )
 
 
+def test_all_collectives_of_the_globe_wait_for_each_other(module):
+    messages, networks = module("bench_messages"), module("networks")
+    globe = replace(networks.NETWORKS["globe U-Net"], shape=(1, 3, 64, 64))
+    found = messages.collectives_of(globe)
+    chain = [one.depth for one in found]
+    assert len(found) == 61 and set(chain) == set(range(1, 61))
+    (beside,) = [one for one in found if chain.count(one.depth) > 1 and one.operator == messages.WEIGHTS]
+    assert beside.kind == "all-reduce"
+    assert messages.drawing(found) in (ROOT / "docs" / "benchmarks.md").read_text(), "--drawing of bench_messages.py"
+
+
+def test_what_does_not_wait_is_not_in_a_chain(module):
+    messages, networks = module("bench_messages"), module("networks")
+
+    class Twice(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = (torch.nn.Conv2d(2, 2, 3, padding=1) for _ in range(2))
+
+        def forward(self, x):
+            return self.first(x) + self.second(x)  # both fetch their halo of the same input
+
+    found = messages.collectives_of(networks.Network(Twice, (1, 2, 8, 4), 2))
+    assert [(one.path, one.kind, one.depth) for one in found] == [
+        ("first", "exchange", 1),
+        ("second", "exchange", 1),
+        ("", "all-reduce", 2),  # of gradients made of both halos
+    ]
+
+
+@pytest.mark.parametrize("name", ["U-Net", "MeshGraphNet"])
+def test_an_inner_rank_does_as_much_in_a_larger_world(module, name):
+    messages = module("bench_messages")
+
+    def image(ranks):
+        return [torch.empty(1, 3, 16 * ranks, 8, device="meta")], [2], [None]
+
+    def unet():
+        down = [torch.nn.Conv2d(3, 4, 3, 2, 1), torch.nn.GroupNorm(2, 4), torch.nn.SiLU()]
+        return torch.nn.Sequential(*down, torch.nn.ConvTranspose2d(4, 4, 3, 2, 1, 1), torch.nn.GroupNorm(2, 4))
+
+    case = messages.Growing(unet, image) if name == "U-Net" else messages.mesh(2, 8)
+    (small, _), (large, _) = (messages.counted(case, ranks) for ranks in (3, 20))
+    assert small.messages == large.messages > 0 and small.flops == large.flops
+    assert small.kept <= large.kept <= 1.05 * small.kept and small.sent <= large.sent <= 1.05 * small.sent
+    # Among more than 16 ranks two sums take the place of gathering the moments, of each norm.
+    assert large.collectives == small.collectives + 2 * (name == "U-Net")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "script",
     [
-        *("house", "host", "overhead", "operators", "networks", "compile", "memory", "graphs", "scale"),
-        *("neighbors", "autoencoders"),
+        *("house", "host", "messages", "overhead", "operators", "networks", "compile", "memory", "graphs"),
+        *("scale", "neighbors", "autoencoders"),
     ],
 )
 def test_each_part_runs(script, tmp_path):
     file = tmp_path / "figures.json"
     rows = {
         "house": "x + 1",
+        "messages": "globe U-Net, chains",
         "operators": "conv2d",
         "networks": "Fourier",
         "compile": "ViT",
