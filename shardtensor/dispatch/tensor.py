@@ -42,7 +42,9 @@ from .._compat import (
     uncached,
     unflattened,
 )
+from .._compat.data_parallel import takes_gradient_late
 from ..communication.redistribute import redistribute_local, rounded
+from ..communication.weight_gradients import Contribution, deferred
 from ..errors import refuse
 from ..layout.placements import ShardSizes, check_own_shard, normalize_placements
 from ..layout.spec import ShardTensorSpec, SizedPlacements
@@ -452,9 +454,28 @@ def promote(tensor: Tensor, mesh: DeviceMesh) -> ShardTensor:
         return from_dtensor(tensor)
     if tensor.device.type != mesh.device_type:
         raise ValueError(f"a plain tensor on {tensor.device} meets a ShardTensor on a mesh of {mesh.device_type}")
-    meta = TensorMeta(tensor.shape, tensor.stride(), tensor.dtype)
-    made: ShardTensor = _FromLocal.apply(tensor, replicated_spec(mesh, meta))
+    spec = replicated_spec(mesh, TensorMeta(tensor.shape, tensor.stride(), tensor.dtype))
+    made: ShardTensor
+    if tensor.requires_grad and torch.is_grad_enabled() and takes_gradient_late(tensor):
+        through, contribution = deferred(tensor, mesh)
+        made = _FromLocal.apply(through, spec, None, contribution, (tensor,))
+    else:
+        made = _FromLocal.apply(tensor, spec)
     return made
+
+
+def _contributed(contribution: Contribution, grad: Any) -> Tensor | None:
+    """What has gone into a bucket of a plain leaf's gradient; None if no rank has only a part of it.
+
+    See [Note: buckets] in weight_gradients.py.
+    """
+    spec = getattr(grad, "_spec", None)
+    if spec is not None and not torch.is_grad_enabled():
+        mesh_dims = tuple(m for m, p in enumerate(spec.placements) if p.is_partial("sum"))
+        if mesh_dims and all(p.is_partial("sum") or p.is_replicate() for p in spec.placements):
+            return contribution.add_along(mesh_dims, grad._local_tensor)
+    contribution.note_summed()
+    return None
 
 
 def as_gradient(grad: Tensor | None, spec: ShardTensorSpec) -> Any:
@@ -539,10 +560,17 @@ class _FromLocal(AutogradFunction):
 
     @staticmethod
     def forward(
-        ctx: FunctionContext, local: Tensor, spec: ShardTensorSpec, grad_spec: ShardTensorSpec | None = None
+        ctx: FunctionContext,
+        local: Tensor,
+        spec: ShardTensorSpec,
+        grad_spec: ShardTensorSpec | None = None,
+        contribution: Contribution | None = None,
+        values: Sequence[Tensor] = (),
     ) -> ShardTensor:
+        """With a contribution, ``local`` has no values, and these are those of the only one of ``values``."""
         ctx.set_materialize_grads(False)
-        ctx.spec = spec
+        ctx.spec, ctx.contribution = spec, contribution
+        local = local if contribution is None else values[0]
         ctx.grad_spec = spec.for_gradient() if grad_spec is None else grad_spec
         if saved_tensors_hooked():
             # A checkpoint recomputes when a saved tensor is asked for, until it has all of them. What torch's kernels
@@ -552,15 +580,19 @@ class _FromLocal(AutogradFunction):
         return _wrap_detached(local, spec)
 
     @staticmethod
-    def backward(ctx: FunctionContext, grad: Any) -> tuple[Tensor | None, None, None]:
+    def backward(ctx: FunctionContext, grad: Any) -> tuple[Tensor | None, None, None, None, None]:
         _ = ctx.saved_tensors
         if grad is None:
-            return None, None, None
+            return None, None, None, None, None
+        own = None if ctx.contribution is None else _contributed(ctx.contribution, grad)
+        if own is not None:
+            return own, None, None, None, None
         if getattr(grad, "_spec", None) is not ctx.grad_spec:
             grad = _laid_out(grad, ctx.grad_spec)
         if not torch.is_grad_enabled():
-            return grad.to_local(), None, None
-        return grad.to_local(grad_placements=placements_of_second(ctx.spec, ctx.grad_spec)), None, None
+            return grad.to_local(), None, None, None, None
+        twice = placements_of_second(ctx.spec, ctx.grad_spec)
+        return grad.to_local(grad_placements=twice), None, None, None, None
 
 
 def placements_of_second(spec: ShardTensorSpec, grad_spec: ShardTensorSpec) -> list[Placement]:

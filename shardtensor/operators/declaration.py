@@ -24,6 +24,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from .._compat import TensorMeta, goes_into_graph, hidden_from_program
 from .._compat.data_parallel import takes_gradient_late
+from ..communication.weight_gradients import GradientSum, contributing
 from ..dispatch.planning import converted, disowned, flat, keep_plan, label, look_up, meta_of, spec_of
 from ..dispatch.registry import DECLINED, declare, declare_rule
 from ..dispatch.tensor import ShardTensor, redistribute_to, to_part
@@ -45,7 +46,6 @@ from .arguments import (
     prepared_spec,
 )
 from .plan import Composed, LocalPlan, Plan, picked
-from .weight_gradients import GradientSum, contributing
 
 __all__ = ["Arguments", "Composed", "LocalPlan", "Operand", "Operator", "Plan", "operator", "planned"]
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.distributed.tensor.placement_types import Placement
 
 from .._compat import AutogradFunction, FunctionContext, alias, multithreading_enabled
+from ..communication.weight_gradients import Contribution, GradientSum
 from ..context import contributions_are_exact
 from ..dispatch.gradients import not_twice
 from ..dispatch.tensor import ShardTensor, as_gradient, from_part, placements_of_second, to_part, wrap
@@ -25,7 +26,6 @@ from ..ranks.failures import note_raised
 from ..ranks.history import here
 from ..ranks.plain_operands import PlainOperands
 from .autocast import without_autocast
-from .weight_gradients import Contribution, GradientSum
 
 # Where a call has an argument that holds tensors: the place of one among the call's tensors, or those of a list; None
 # for one that was left out.

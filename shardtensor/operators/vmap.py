@@ -22,6 +22,7 @@ from torch.overrides import TorchFunctionMode
 
 from .._compat import tree_flatten, tree_unflatten
 from .._compat.functorch import batched_inputs, first_node_after, flattened_like, is_made_since
+from ..communication.weight_gradients import GradientSum, start_sum
 from ..context import Setting
 from ..dispatch.tensor import ShardTensor, from_dtensor, from_part, promote, redistribute_to, to_part
 from ..dispatch.transform_levels import InsideLevels
@@ -30,7 +31,6 @@ from ..layout.intervals import aligned_sizes
 from ..layout.placements import AxisLayout
 from ..layout.spec import ShardTensorSpec
 from ..ranks.cuda_graphs import is_capturing
-from .weight_gradients import GradientSum, start_sum
 
 # Masks of attention are made of four maps inside each other: rows times columns of calls would take hours.
 MAX_CALLS = 4096

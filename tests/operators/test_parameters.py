@@ -23,14 +23,25 @@ from torch.utils.checkpoint import checkpoint
 from shardtensor import scatter_tensor
 from shardtensor._compat import without_values
 from shardtensor.communication import redistribute
-from shardtensor.operators import weight_gradients
+from shardtensor.communication import weight_gradients
 from shardtensor.ranks.history import fingerprint
 from shardtensor.testing import count_communication, run_distributed, shard, shared_mesh
 
 
+class Scale(nn.Module):
+    """Parameters that meet the input in elementwise operators."""
+
+    def __init__(self, n: int) -> None:
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.rand(n)), nn.Parameter(torch.rand(n))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.gelu(x * self.weight + self.bias)
+
+
 def network() -> nn.Sequential:
     torch.manual_seed(0)
-    layers = [nn.Linear(6, 6), nn.GELU(), nn.LayerNorm(6), nn.Linear(6, 6), nn.Tanh(), nn.RMSNorm(6), nn.Linear(6, 6)]
+    layers = [nn.Linear(6, 6), Scale(6), nn.LayerNorm(6), nn.Linear(6, 6), nn.PReLU(), nn.RMSNorm(6), nn.Linear(6, 6)]
     return nn.Sequential(*layers).double()
 
 
@@ -53,7 +64,7 @@ def buckets_of(size: int):
 
 @on_ranks(2)
 def test_a_backward_pass_sums_the_gradients_of_all_layers_at_once():
-    """Six layers, those with an autograd function and those that autograd differentiates, and one message."""
+    """Seven layers, with an autograd function, differentiated by autograd, or elementwise, and one message."""
     model, expected = network(), network()
     whole, x = rows(requires_grad=False)
     expected(whole).square().sum().backward()

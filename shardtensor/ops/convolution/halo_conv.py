@@ -25,10 +25,10 @@ import torch
 from torch import Tensor
 
 from ...communication.halo import Fetch, Narrow
+from ...communication.weight_gradients import GradientSum
 from ...communication.zeros import padded
 from ...layout.spec import ShardTensorSpec
 from ...operators.declaration import Plan
-from ...operators.weight_gradients import GradientSum
 from ..common.alignment import is_half, product, widened
 from ..common.stencil import grown
 from .volumes import Gradients, convolution_backward, convolve_volume, volume_backward

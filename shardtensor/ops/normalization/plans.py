@@ -17,9 +17,9 @@ from torch import Tensor
 from ..._compat import AutogradFunction, TensorMeta, batch_norm_legit, constant_like, kernel, recomputed, result_is_kept
 from ...communication.redistribute import all_reduce, start_sums
 from ...communication.tracing import goes_into_graph, is_traced
+from ...communication.weight_gradients import GradientSum, contributing
 from ...layout.spec import ShardTensorSpec
 from ...operators.declaration import Arguments, Operand, Plan
-from ...operators.weight_gradients import GradientSum, contributing
 from ..common.alignment import wide_dtype, widened
 from .geometry import Geometry
 from .kernels import ChannelsLast, InGraph, Kernels, Synchronized

@@ -18,7 +18,7 @@ from torch import nn
 from torch.distributed.tensor import Partial, Replicate, Shard
 
 from shardtensor import RanksDiffer, ShardTensor, half_precision
-from shardtensor.operators import weight_gradients
+from shardtensor.communication import weight_gradients
 from shardtensor.ops.common.alignment import is_half, product, widened
 from shardtensor.testing import count_communication, run_distributed, run_expecting_errors, shard, shared_mesh
 

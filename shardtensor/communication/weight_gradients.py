@@ -41,14 +41,14 @@ from torch.distributed.tensor.placement_types import Placement
 
 from .._compat import AutogradFunction, FunctionContext, after_backward, alias, backward_pass, cast_each, run_last
 from .._compat.c10d import group_along
-from ..communication.redistribute import start_sums
-from ..communication.tracing import is_traced
 from ..layout.caches import cached
 from ..layout.dtypes import wide_dtype
 from ..layout.spec import ShardTensorSpec
 from ..ranks.groups import own_group
 from ..ranks.history import here
 from ..ranks.streams import current_stream, wait_for_streams
+from .redistribute import start_sums
+from .tracing import is_traced
 
 # From how many bytes on a bucket is sent. A smaller message takes about as long, on the networks that there are.
 BUCKET_BYTES = 1 << 20
@@ -110,6 +110,13 @@ class GradientSum:
         mine = [g if needed else None for g, needed in zip(grads, self.needed, strict=True)]
         finish = start_sum(mine, self.mesh, self.mesh_dims, overwrite=overwrite)
         return lambda: [g if total is None else total for g, total in zip(grads, finish(), strict=True)]
+
+
+def deferred(tensor: Tensor, mesh: DeviceMesh) -> tuple[Tensor, Contribution]:
+    """The same for a plain tensor next to ShardTensors, whose gradient tells over which mesh dims the sum goes."""
+    widens = wide_dtype(tensor.dtype) is not tensor.dtype
+    (through,), contribution = GradientSum(mesh, (), (True,), widens).defer([tensor])
+    return through, contribution
 
 
 # What becomes of gradients on their way back.
@@ -379,6 +386,16 @@ class Contribution:
         if bucket.room <= 0:
             bucket.send()
             sent.append(filling.pop(key))
+
+    def add_along(self, mesh_dims: tuple[int, ...], grad: Tensor) -> Tensor:
+        """What this rank has of the gradient of one tensor, in a tensor of its own, if it has a part of it along these.
+
+        Which mesh dims these are follows from the layout of the gradient, so it is known in the backward pass only.
+        """
+        self._mesh_dims = mesh_dims
+        own = grad.to(wide_dtype(grad.dtype), copy=True, memory_format=torch.contiguous_format)
+        self.add([own])
+        return own
 
     def add_copies(self, grads: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
         """The gradients of local work that autograd differentiates, which are added."""
