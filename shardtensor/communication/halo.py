@@ -87,9 +87,9 @@ class Fetch:
 
     def __call__(self, local: Tensor) -> Tensor:
         """What this rank needs, out of its shard and those of others."""
-        for step in self._steps:
-            local = step(local)
-        return local
+        if self._steps and torch.is_grad_enabled() and local.requires_grad:
+            return _Fetched.apply(local, self)
+        return self.read(local)[0]
 
     def read(self, local: Tensor) -> tuple[Tensor, list[Tensor | None]]:
         """The same, not differentiable, and what was received for it: the halo, which :meth:`join` takes."""
@@ -166,15 +166,6 @@ class _FetchedDim:
             starts.append((kept[0], None))
         self._order = [i for _, i in sorted(starts, key=lambda start: start[0])]
 
-    def __call__(self, local: Tensor) -> Tensor:
-        if torch.is_grad_enabled() and local.requires_grad:
-            return _Fetched.apply(local, self)
-        return self.join(local, self.receive(local))
-
-    def fetch(self, local: Tensor) -> Tensor:
-        """What this rank needs, in the shard's memory format."""
-        return self.join(local, self.receive(local))
-
     def receive(self, local: Tensor) -> Tensor | None:
         """The other ranks' parts of it, one after the other in one dim; None if no rank needs any."""
         if self.out is None:
@@ -223,39 +214,36 @@ class _FetchedDim:
 
 
 class _Fetched(AutogradFunction):
-    apply: ClassVar[Callable[[Tensor, _FetchedDim], Tensor]]
+    apply: ClassVar[Callable[[Tensor, Fetch], Tensor]]
 
     @staticmethod
-    def forward(ctx: Any, local: Tensor, step: _FetchedDim) -> Tensor:
+    def forward(ctx: Any, local: Tensor, fetch: Fetch) -> Tensor:
         ctx.set_materialize_grads(False)
-        ctx.step, ctx.stride = step, stride_like(local, local.shape)
-        return step.join(local, step.receive(local))
+        ctx.fetch, ctx.stride = fetch, stride_like(local, local.shape)
+        return fetch.read(local)[0]
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None) -> Any:
         if grad is None:
             return None, None
         if torch.is_grad_enabled():  # for second derivatives
-            return _GivenBack.apply(grad, ctx.step), None
+            return _GivenBack.apply(grad, ctx.fetch), None
         # What was fetched may be a row or nothing, whose gradient says little of the shard's memory format.
-        return with_stride(ctx.step.give_back(grad), ctx.stride), None
+        return with_stride(ctx.fetch.backward(grad), ctx.stride), None
 
 
 class _GivenBack(AutogradFunction):
     """The adjoint of fetching, whose own is fetching again."""
 
     @staticmethod
-    def forward(ctx: Any, grad: Tensor, step: _FetchedDim) -> Tensor:
+    def forward(ctx: Any, grad: Tensor, fetch: Fetch) -> Tensor:
         ctx.set_materialize_grads(False)
-        ctx.step = step
-        return step.give_back(grad)
+        ctx.fetch = fetch
+        return fetch.backward(grad)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None) -> Any:
-        if grad is None:
-            return None, None
-        again = torch.is_grad_enabled()
-        return _Fetched.apply(grad, ctx.step) if again else ctx.step.fetch(grad), None
+        return None if grad is None else ctx.fetch(grad), None
 
 
 def _copied(t: Tensor, place: Narrow) -> Tensor:
