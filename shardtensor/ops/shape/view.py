@@ -279,10 +279,11 @@ def _by_blocks(call: AtenCall, spec: ShardTensorSpec, m: int, dims: Carried) -> 
     """The plan of a reshape that moves what mesh dim ``m`` shards between few blocks.
 
     Moved boundaries and another dim leave some ranks without a part if there are fewer blocks than ranks: a batch of 2
-    images is flattened on 4 ranks, and divided again. Others have much more than their part where there are not many
-    more: of 3 frames on 2 ranks one has two. The flattened dim is sharded all the same, and evenly, by one exchange of
-    intervals of the blocks. If it is divided, a dim inside of the blocks is sharded, but not their innermost one, which
-    what follows may take as a unit (the features of a head).
+    images is flattened on 4 ranks, and divided again; of 4 levels in windows of two only two of 4 ranks have any.
+    Others have much more than their part where there are not many more: of 3 frames on 2 ranks one has two. The
+    flattened dim is sharded all the same, and evenly, by one exchange of intervals of the blocks. If it is divided, a
+    dim inside of the blocks is sharded, but not their innermost one, which what follows may take as a unit (the
+    features of a head).
 
     None where there are blocks enough, or where another mesh dim shards one of the dims in question.
     """
@@ -298,6 +299,8 @@ def _by_blocks(call: AtenCall, spec: ShardTensorSpec, m: int, dims: Carried) -> 
         at = to
         if _shards_evenly(spec.shape[lead] // _block(dims[lead]), ranks):
             return None
+    elif after > 1 and spec.shape[d] < ranks:
+        at = to
     else:
         inside = (e for e in new_dims[1:-1] if shape[e] >= ranks)
         key = _flattened(m, [shape[e] for e in new_dims])

@@ -247,7 +247,14 @@ FEW_BLOCKS = {
     "windows": (lambda x: x.view(2, 7, 2, 2, 5).sin(), (56, 5), 0, 1),
     "other blocks": (lambda x: x.reshape(7, 10).exp(), (2, 5, 7), 2, 0),
     "heads": (lambda x: x.view(3, 2, 6).softmax(2), (3, 12), 1, 1),
+    "levels": (lambda x: x.flatten(0, 1).sin(), (2, 7, 3), 0, 0),
+    "windows of levels": (lambda x: windows(x).softmax(1), (4, 6, 4, 3), 0, 0),
 }
+
+
+def windows(x):
+    """Windows of (levels, latitudes, longitudes) as in a Swin transformer of three dims."""
+    return x.view(2, 2, 3, 2, 2, 2, 3).permute(0, 2, 4, 1, 3, 5, 6).reshape(12, 8, 3)
 
 
 def few_blocks(name, sizes):
