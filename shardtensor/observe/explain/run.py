@@ -282,7 +282,13 @@ def _alone(job: Job) -> Mapping[_Call, Row] | str:
         return f"the model reads values of tensors ({error or type(error).__name__})"
     except Exception as error:  # the model's own: it may take nothing but ShardTensors
         return f"the model raises {type(error).__name__} on plain tensors: {error}"
-    return {_call(row): row for row in rows if row.call}
+    whole: dict[_Call, Row] = {}
+    for row in rows:
+        first = whole.setdefault(_call(row), row)
+        if first is not row:  # all that belongs to no call: the gradients of weights, what a checkpoint keeps
+            first.saved_bytes += row.saved_bytes
+            first.flops = [a + b for a, b in zip(first.flops, row.flops, strict=True)]
+    return whole
 
 
 # -- one rank ---------------------------------------------------------------------------------------------------------
@@ -386,8 +392,10 @@ def _joined(
     if isinstance(job.model, nn.Module):
         classes = {path: type(module).__name__ for path, module in job.model.named_modules()}
     layers = []
+    alone = {} if isinstance(whole, str) else dict(whole)
     for rows in zip(*(rows for rows, _ in runs)):
         first = rows[0]
+        one = alone.pop(_call(first), None)
         layers.append(
             Layer(
                 first.path,
@@ -398,7 +406,7 @@ def _joined(
                 _shares(dict(zip(ranks, rows))),
                 first.refused,
                 first.operands,
-                None if isinstance(whole, str) or _call(first) not in whole else _shares({0: whole[_call(first)]})[0],
+                None if one is None else _shares({0: one})[0],
             )
         )
     notes = [*notes, *_far_apart(layers)]
