@@ -4,6 +4,8 @@
 # make test-torch TORCH=2.11.0   all of its parts on another torch, in a .venv of its own
 # make networks                  unmodified networks of many packages, in .venv-networks (long)
 # make networks ARGS="-k kornia" some of them
+# make shares                    how much of their work two ranks share; writes benchmarks/results and docs/performance.md
+# make shares ARGS="timm monai"  that of some of them
 # make sweep OP=softmax          every sample of an operator on 2 and 3 ranks, with gradients
 # make programs SEEDS=0:1000     random programs of tensor operations on shards, against one device; ARGS=--compiled compiles them
 # make endurance                 10,000 training steps with changing shard sizes; writes benchmarks/results/endurance.json
@@ -28,7 +30,7 @@ PINNED := pyproject.toml constraints.txt
 # One thread per process: with several ranks on few cores more threads only fight for them.
 export OMP_NUM_THREADS := 1
 
-.PHONY: test test-all test-torch networks sweep programs endurance globe brain mesh wind vae bench docs lint clean
+.PHONY: test test-all test-torch networks shares sweep programs endurance globe brain mesh wind vae bench docs lint clean
 
 test: $(VENV)/.installed-test
 	$(VENV)/bin/python -m pytest $(ARGS)
@@ -43,6 +45,10 @@ test-all: $(VENV)/.installed-test
 # of its own.
 networks: $(NETWORKS)/.installed
 	$(NETWORKS)/bin/python -m pytest -m '' tests/networks $(ARGS)
+
+# Counts of previews, which a busy machine does not change.
+shares: $(NETWORKS)/.installed
+	cd tests && ../$(NETWORKS)/bin/python -m networks.shares $(ARGS)
 
 sweep: $(VENV)/.installed-test
 	@test -n "$(OP)" || { echo "usage: make sweep OP=softmax [ARGS=...]"; exit 2; }

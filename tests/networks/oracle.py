@@ -75,6 +75,17 @@ class Network:
     default: torch.dtype = torch.float32
 
 
+class Called(nn.Module):
+    """A network, called as its entry says."""
+
+    def __init__(self, network: Network, model: nn.Module) -> None:
+        super().__init__()
+        self.model, self.call = model, network.call
+
+    def forward(self, x: Tensor) -> Any:
+        return self.call(self.model, x)
+
+
 def names(networks: Iterable[str], always: Sequence[str] = ()) -> list[Any]:
     """Parameters of a test: those not in ``always`` are slow."""
     return [pytest.param(name, marks=() if name in always else pytest.mark.slow) for name in networks]

@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.tensor import Shard
 
 import shardtensor
-from networks.oracle import Network, built
+from networks.oracle import Called, built
 from shardtensor.layout import caches
 from shardtensor.testing import count_communication, run_distributed, shard, shared_mesh
 
@@ -21,17 +21,6 @@ LISTED = {
     "AutoencoderKL": ("test_autoencoders", "AutoencoderKL"),
     "Swinv2": ("test_transformers", "Swinv2"),
 }
-
-
-class Called(nn.Module):
-    """A network, called as its entry says."""
-
-    def __init__(self, network: Network, model: nn.Module):
-        super().__init__()
-        self.model, self.call = model, network.call
-
-    def forward(self, x):
-        return self.call(self.model, x)
 
 
 def attention():

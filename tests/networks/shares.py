@@ -1,0 +1,226 @@
+"""How much of the work of the networks of these modules two ranks share: ``python -m networks.shares``, in ``tests``.
+
+Every network is previewed on two ranks, without values, at a size of use. Of each: how much the busiest rank computes
+and keeps for the backward pass, divided by its part of what one process does (``excess`` of ``shardtensor.explain``).
+Networks without products are left out, such as measures of images.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import re
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import pytest
+import torch
+
+import shardtensor
+from networks.oracle import Called, Network, built, default_dtype, seed
+
+FOLDER = Path(__file__).parents[2]
+RESULTS = FOLDER / "benchmarks" / "results" / "shares.json"
+PAGE = FOLDER / "docs" / "performance.md"
+MARKS = "<!-- begin: written by make shares -->", "<!-- end: shares -->"
+ENOUGH = 8  # rows of each shard, of the coarsest map
+LONGEST = 32  # times the size in the tests
+BARS = {"work": 1.15, "kept": 1.2}
+SECONDS = 120  # of this process's own time, for each preview
+
+
+@dataclass(frozen=True)
+class Row:
+    """One network.
+
+    Attributes:
+        name: the module of tests and the network's name there.
+        shape, dim: of the input, which is cut in halves along ``dim``.
+        work, kept: as in :class:`Excess`; None where they are not counted.
+        why: of a count above the bars, where repeated work begins; or why nothing is counted.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dim: int
+    work: float | None = None
+    kept: float | None = None
+    why: str = ""
+
+
+def listed() -> list[str]:
+    """The modules that list networks."""
+    files = sorted(Path(__file__).parent.glob("test_*.py"))
+    return [file.stem for file in files if re.search(r"^NETWORKS\b", file.read_text(), re.MULTILINE)]
+
+
+def rows_of(module: str, only: str = "") -> list[Row]:
+    """Of the networks of a module whose name contains ``only``."""
+    try:
+        tests = importlib.import_module(f"networks.{module}")
+        package = importlib.import_module(getattr(tests, "PACKAGE", "torch"))
+    except pytest.skip.Exception as skipped:
+        return [Row(module, (), 0, why=str(skipped))]
+    result = []
+    for name, network in tests.NETWORKS.items():
+        if isinstance(network, Network) and only.lower() in f"{module} {name}".lower():
+            row = counted(f"{module.removeprefix('test_')} {name}", network, package)
+            print(row.name, row.shape, row.work, row.kept, row.why.splitlines()[:1], flush=True)
+            result.append(row)
+    return result
+
+
+def counted(name: str, network: Network, package: Any) -> Row:
+    """At the least size, of those in the tests times a power of two, at which no shard of a map is short."""
+    row = Row(name, network.shape, network.dim, why="the network does not run")
+    times = 1
+    while times <= LONGEST:
+        shape = list(network.shape)
+        shape[network.dim] *= times
+        try:
+            with limited(SECONDS):
+                found = preview(network, package, shape)
+        except (Exception, pytest.skip.Exception, TooLong) as error:  # it takes no other size, or reads values
+            text = f"{type(error).__name__}: {error}".strip().splitlines()[0][:200]
+            return replace(row, why=text) if row.work is None else row
+        if found.refused or found.stopped or found.excess is None:
+            reason = found.stopped or next((layer.refused for layer in found.refused), "it has nothing to compare with")
+            return replace(row, why=reason.splitlines()[0]) if row.work is None else row
+        if not any(layer.whole and sum(layer.whole.flops) for layer in found.layers):
+            return replace(row, why="no products")
+        work, kept = (round(each, 2) for each in found.excess)
+        kept = kept if found.differentiated else None
+        row = Row(name, tuple(shape), network.dim, work, kept, found.share() if is_high(work, kept) else "")
+        if (shortest := least(found)) >= ENOUGH:
+            break
+        times *= max(2, -(-ENOUGH // max(1, shortest)))
+    return row
+
+
+def preview(network: Network, package: Any, shape: list[int]) -> shardtensor.Explanation:
+    with default_dtype(network.default):
+        model = Called(network, built(network.make, package, network.dtype, network.norms_train, network.train))
+        like = network.draw(network.shape)
+        dtype = network.dtype if like.is_floating_point() else like.dtype
+        graded = dtype.is_floating_point and network.backward
+        x = torch.empty(shape, dtype=dtype, device="meta", requires_grad=graded)
+        seed()
+        options = {"mesh": 2, "shard": network.dim, "backward": network.backward}
+        return shardtensor.explain(model, x, **options, values=False)
+
+
+def least(found: shardtensor.Explanation) -> int:
+    """The shortest shard of a convolution's or a pool's result."""
+    sizes = [
+        int(size)
+        for layer in found.layers
+        if "conv" in layer.operator or "pool" in layer.operator
+        for each in re.findall(r"S\(\d+\)\[([\d, ]+)\]", layer.layout)
+        for size in each.split(",")
+    ]
+    return min(sizes, default=ENOUGH)
+
+
+def is_high(work: float | None, kept: float | None) -> bool:
+    return (work or 0) > BARS["work"] or (kept or 0) > BARS["kept"]
+
+
+class TooLong(BaseException):
+    """Not for a preview to catch."""
+
+
+@contextmanager
+def limited(seconds: int) -> Iterator[None]:
+    """Raise :class:`TooLong` after so many seconds of computing, however busy the machine is."""
+
+    def late(*_: Any) -> None:
+        raise TooLong(f"more than {seconds} seconds")
+
+    before = signal.signal(signal.SIGPROF, late)
+    signal.setitimer(signal.ITIMER_PROF, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        signal.signal(signal.SIGPROF, before)
+
+
+# -- results -----------------------------------------------------------------------------------------------------------
+
+
+def stored() -> dict[str, list[Row]]:
+    content = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    return {module: [Row(**row) for row in rows] for module, rows in content.items()}
+
+
+def store(results: dict[str, list[Row]]) -> None:
+    content = {module: [asdict(row) for row in results[module]] for module in sorted(results)}
+    RESULTS.write_text(json.dumps(content, indent=1) + "\n")
+
+
+def spread(values: list[float]) -> str:
+    """Cells of a table: how many there are and are at most 1.1, the median, the ninetieth percentile and the worst."""
+    values = sorted(values)
+    few = sum(value <= 1.1 for value in values)
+    ninetieth = values[max(0, -(-9 * len(values) // 10) - 1)]
+    return f"{len(values)} | {few} | {median(values):.2f} | {ninetieth:.2f} | {values[-1]:.2f}"
+
+
+def section(results: dict[str, list[Row]]) -> str:
+    """What the page says of all networks that are counted."""
+    rows = [row for module in sorted(results) for row in results[module]]
+    work, kept = ([each for row in rows if (each := getattr(row, what)) is not None] for what in BARS)
+    if not work or not kept:
+        return "Not counted yet."
+    lines = [
+        "| of two ranks | networks | at most 1.1 | median | ninetieth percentile | worst |",
+        "|---|--:|--:|--:|--:|--:|",
+        f"| work | {spread(work)} |",
+        f"| kept for backward | {spread(kept)} |",
+        "",
+        f"Above {BARS['work']} or {BARS['kept']} are:",
+        "",
+        "| network | input, sharded dim | work | kept | from |",
+        "|---|---|--:|--:|---|",
+    ]
+    for row in sorted(rows, key=lambda row: -max(row.work or 0, row.kept or 0)):
+        if is_high(row.work, row.kept):
+            counts = " | ".join("" if each is None else f"{each:.2f}" for each in (row.work, row.kept))
+            lines.append(f"| {row.name} | {'x'.join(map(str, row.shape))}, {row.dim} | {counts} | {reason(row.why)} |")
+    return "\n".join(lines)
+
+
+def reason(share: str) -> str:
+    """The operator from which every rank does the same, or the module furthest from its part."""
+    if found := re.search(r"(\d+%) of the work is done on every rank alike, from (.*) on\.", share):
+        return f"`{found[2]}`, {found[1]} of the work"
+    modules = re.findall(r"^    (\S+): work ([\d.]+), kept memory ([\d.]+)$", share, re.MULTILINE)
+    return f"`{max(modules, key=lambda each: max(map(float, each[1:])))[0]}`" if modules else "everywhere a little"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("modules", nargs="*", metavar="MODULE", help="only these, such as timm; the others' rows stay")
+    parser.add_argument("--only", default="", help="networks whose name contains this; writes nothing")
+    parser.add_argument("--page", action="store_true", help="counts nothing, and writes docs/performance.md anew")
+    options = parser.parse_args()
+    chosen = [module for module in listed() if module.removeprefix("test_") in options.modules or not options.modules]
+    for module in () if options.page else chosen:
+        rows = rows_of(module, options.only)
+        if not options.only and rows:
+            store({**stored(), module: rows})
+    print(section(stored()))
+    if not options.only:
+        page = PAGE.read_text()
+        before, rest = page.split(MARKS[0])
+        PAGE.write_text(f"{before}{MARKS[0]}\n\n{section(stored())}\n\n{MARKS[1]}{rest.split(MARKS[1])[1]}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,58 @@
+"""The table of how much of the work of networks two ranks share."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from networks.oracle import Network
+from networks.shares import Row, counted, listed, section
+
+
+class Fixed(nn.Module):
+    """Takes images of one size only, and ends with a layer over all of their pixels."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Conv2d(3, 4, 3, 2, 1), nn.Flatten(), nn.Linear(4 * size * size, 8))
+
+    def forward(self, x):
+        return self.layers(x)
+
+
+def pools(_):
+    return nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.AvgPool2d(8), nn.Conv2d(4, 8, 3, padding=1))
+
+
+def test_shards_are_lengthened_until_no_map_is_short():
+    row = counted("pools", Network(pools, (1, 3, 32, 8)), torch)
+    assert row.shape == (1, 3, 128, 8)  # of which the convolution behind the pool has 16 rows, 8 on each rank
+    assert row.work == 1.0 and 1.0 <= row.kept < 1.1 and not row.why
+
+
+def test_a_network_that_takes_one_size_is_counted_at_that():
+    row = counted("fixed", Network(lambda _: Fixed(8), (1, 3, 16, 16)), torch)
+    assert row.shape == (1, 3, 16, 16) and row.work == 1.0
+
+
+def test_what_cannot_be_counted_says_why():
+    def reads(network, x):
+        return network(x) if x.sum() > 0 else x
+
+    row = counted("reads", Network(pools, (1, 3, 32, 8), call=reads), torch)
+    assert row.work is None and row.why
+    assert counted("relu", Network(lambda _: nn.ReLU(), (1, 3, 32, 8)), torch).why == "no products"
+
+
+def test_the_section_names_what_is_above_the_bars():
+    repeated = "50% of the work is done on every rank alike, from mlp.0 linear on."
+    rows = [Row(f"plain {k}", (1, 8), 1, 1.0 + k / 100, 1.0) for k in range(8)]
+    rows += [Row("high", (1, 8), 1, 1.5, None, repeated), Row("left out", (1, 8), 1, None, None, "no products")]
+    text = section({"of a module": rows})
+    assert "| work | 9 | 8 | 1.04 | 1.50 | 1.50 |" in text
+    assert "| kept for backward | 8 | 8 | 1.00 | 1.00 | 1.00 |" in text
+    assert "| high | 1x8, 1 | 1.50 |  | `mlp.0 linear`, 50% of the work |" in text and "left out" not in text
+
+
+def test_all_modules_that_list_networks_are_found():
+    assert {"test_monai", "test_transformers", "test_timm"} <= set(listed()) and "test_shares" not in listed()
