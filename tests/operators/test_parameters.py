@@ -22,8 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 from shardtensor import scatter_tensor
 from shardtensor._compat import without_values
-from shardtensor.communication import redistribute
-from shardtensor.communication import weight_gradients
+from shardtensor.communication import redistribute, weight_gradients
 from shardtensor.ranks.history import fingerprint
 from shardtensor.testing import count_communication, run_distributed, shard, shared_mesh
 
@@ -355,6 +354,30 @@ def together(sizes: tuple[int, ...]) -> None:
 @pytest.mark.parametrize("sizes", [(9, 0), (0, 1, 8), (2, 3, 3, 1)])
 def test_empty_and_uneven_shards(sizes):
     run_distributed(together, len(sizes), sizes)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@on_ranks(4, timeout=180)
+def test_elementwise_parameters_on_a_mesh_of_two_dims(dtype):
+    """Of which the gradient is summed over both mesh dims, over one, and over none."""
+    mesh = shared_mesh((2, 2))
+    torch.manual_seed(0)
+    whole = torch.randn(5, 3, 4, dtype=dtype)
+    shapes = (4,), (3, 1), (5, 1, 1), (1, 3, 1), (5, 3, 4)
+    ours, theirs = ([nn.Parameter(torch.full(n, 0.5, dtype=t)) for n in shapes] for t in (dtype, torch.float64))
+
+    def scaled(x: torch.Tensor, parameters: list[nn.Parameter]) -> torch.Tensor:
+        for p in parameters:
+            x = x * p
+        return x
+
+    scaled(shard(whole, mesh, [Shard(0), Shard(1)], {0: (4, 1), 1: (3, 0)}), ours).sum().backward()
+    scaled(whole.double(), theirs).sum().backward()
+    exact = dtype == torch.float64
+    for p, q in zip(ours, theirs, strict=True):
+        assert p.grad.dtype == dtype and type(p.grad) is torch.Tensor
+        error = 1e-10 if exact else 2e-2
+        torch.testing.assert_close(p.grad.double(), q.grad, rtol=error, atol=error)
 
 
 LAYERS = {
