@@ -105,6 +105,15 @@ def bytes_between(src: ShardTensorSpec, dst: ShardTensorSpec) -> int:
     return sum(_bytes_of_stage(*stage) for stage in _stages(src, dst))
 
 
+@cached(maxsize=4096)
+def slices_between(src: ShardTensorSpec, dst: ShardTensorSpec) -> tuple[tuple[int, int, int], ...] | None:
+    """The slices of a replicated tensor that are this rank's shard: dim, start and length. None for other layouts."""
+    if not src.is_replicate() or dst.partial_mesh_dims() or dst.is_replicate():
+        return None
+    own = ((d, dst.interval(m)) for d, m in dst.sharded_dims().items())
+    return tuple((d, start, stop - start) for d, (start, stop) in own)
+
+
 def _bytes_of_stage(src: ShardTensorSpec, dst: ShardTensorSpec, m: int) -> int:
     """Of a step of :func:`bytes_between`: the specs differ on mesh dim ``m`` only."""
     old, new, ranks = src.placements[m], dst.placements[m], src.mesh.size(m)

@@ -43,7 +43,7 @@ from .._compat import (
     unflattened,
 )
 from .._compat.data_parallel import takes_gradient_late
-from ..communication.redistribute import redistribute_local, rounded
+from ..communication.redistribute import redistribute_local, rounded, slices_between
 from ..communication.weight_gradients import Contribution, deferred
 from ..errors import refuse
 from ..layout.placements import ShardSizes, check_own_shard, normalize_placements
@@ -101,6 +101,8 @@ class ShardTensor(DTensor):
     _writes: list[int] | None = None
     _open: Any = None
     _found: Place | None = None
+    # Of a parameter of the program, which keeps it: operators take slices of it that are views, and keep nothing else.
+    _lives_on = False
 
     # -- construction and conversion ----------------------------------------------------------------------
 
@@ -461,6 +463,8 @@ def promote(tensor: Tensor, mesh: DeviceMesh) -> ShardTensor:
         made = _FromLocal.apply(through, spec, None, contribution, (tensor,))
     else:
         made = _FromLocal.apply(tensor, spec)
+    if tensor.requires_grad and tensor.is_leaf:
+        made._lives_on = True
     return made
 
 
@@ -644,6 +648,12 @@ class _Redistribute(AutogradFunction):
     def forward(ctx: FunctionContext, tensor: ShardTensor, target: ShardTensorSpec) -> ShardTensor:
         ctx.set_materialize_grads(False)
         ctx.source = tensor._spec
+        slices = slices_between(tensor._spec, target) if tensor._lives_on else None
+        if slices is not None:
+            local = tensor._local_tensor
+            for of_dim in slices:
+                local = local.narrow(*of_dim)
+            return wrap(local, target)
         local = redistribute_local(tensor._local_tensor, tensor._spec, target)
         if same_memory(local, tensor._local_tensor):
             # A slice must not keep the whole tensor alive; an alias of the whole is one.

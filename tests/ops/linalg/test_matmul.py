@@ -10,6 +10,7 @@ from on_ranks import on_ranks
 from torch import nn
 from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
 
+import shardtensor
 from shardtensor import ShardTensor, UnsupportedSharding
 from shardtensor.testing import (
     assert_matches_unsharded,
@@ -68,6 +69,40 @@ def test_linear(mesh_shape, cases):
             assert_matches_unsharded(
                 module, data(*shape), mesh_shape=mesh_shape, placements=placements, shard_sizes=sizes
             )
+
+
+def flattened():
+    """As networks for signals end: a layer over all samples, of which each rank has some."""
+    return nn.Sequential(nn.Conv1d(3, 4, 5, padding=2), nn.Flatten(), nn.Linear(4 * 17, 32))
+
+
+@on_ranks(3)
+def test_a_layer_over_flattened_samples():
+    signal = data(2, 3, 17)
+    for sizes in [(6, 6, 5), (0, 16, 1)]:
+        options = {"mesh_shape": 3, "placements": [Shard(2)], "shard_sizes": {0: sizes}}
+        assert_matches_unsharded(flattened().double(), signal, **options)
+        weight = nn.Parameter(data(4, 3, 17))
+        assert_matches_unsharded(lambda x, w=weight: torch.einsum("bct,oct->bo", x, w), signal, **options)
+
+
+def test_slices_of_parameters_are_not_kept():
+    """The program keeps the parameter, so a rank's part of it may be a view. It takes no memory of its own."""
+    found = shardtensor.explain(flattened(), torch.empty(2, 3, 17, device="meta"), mesh=2, shard=2, backward=True)
+    ((linear, kept),) = [(each, each.shares) for each in found.layers if each.operator == "linear"]
+    assert linear.layout == "R" or linear.layout.startswith("P")
+    assert {share.saved_bytes for share in kept.values()} == {2 * 34 * 4}  # its half of the features
+
+
+@on_ranks(2)
+def test_a_parameter_that_is_written_before_the_backward_pass():
+    """It is an error, as on one device: a gradient would be computed with what has been written."""
+    layer = nn.Linear(8, 3)
+    y = layer(shard(torch.randn(2, 8), shared_mesh(2), [Shard(1)], {0: (5, 3)}, requires_grad=True))
+    with torch.no_grad():
+        layer.weight.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
 
 
 A, B = {0: (5, 3)}, {0: (1, 2)}
