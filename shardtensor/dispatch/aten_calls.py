@@ -39,6 +39,7 @@ from .gathering import STRIDED, gathered
 from .index_findings import INDICES, note_views, raise_versions
 from .open_layouts import (
     REDUCES_BY_INDEX,
+    axes_like_read,
     decide,
     decide_anew,
     decide_by_index,
@@ -63,6 +64,7 @@ from .planning import (
     on_meta,
     operand,
     planned_by,
+    replicated_spec,
     returning,
     returns_view,
 )
@@ -90,7 +92,8 @@ def run(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any], *, moves:
     """
     first = args[0] if args else None
     opens = getattr(first, "_open", None) is not None
-    if opens or type(first) is list or torch.is_inference_mode_enabled():
+    sums = type(first) is Tensor and func in REDUCES_BY_INDEX
+    if opens or sums or type(first) is list or torch.is_inference_mode_enabled():
         result = _unusual(func, args, kwargs, opens)
         if result is not NotImplemented:
             return result
@@ -135,6 +138,12 @@ def _unusual(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any], open
         if func in REDUCES_BY_INDEX:
             decide_by_index(*args)
         fill(args[0])
+    elif type(args[0]) is Tensor and func in REDUCES_BY_INDEX and not is_inplace(func):
+        axes = axes_like_read(*args)
+        if axes:
+            whole = replicated_spec(args[3]._spec.mesh, meta_of(args[0]))
+            target = whole.with_axes(axes)
+            return run(func, (wrap(redistribute_local(args[0], whole, target), target), *args[1:]), kwargs)
     elif args and type(args[0]) is list and is_inplace(func) and _written_one_by_one(func, args, kwargs):
         return None
     return NotImplemented

@@ -24,15 +24,17 @@ It is kept as long as the tensor lives; for a view it is kept with the tensor th
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, MutableMapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from .._compat import OpOverload
 from ..layout.caches import forgets
+from ..layout.spec import ShardTensorSpec
 from ..ranks.debug_mode import debug_enabled
 
 T = TypeVar("T")
@@ -42,6 +44,20 @@ INDICES = (torch.int64, torch.int32)  # the dtypes of tensors of which something
 _SAME = ("aten::detach", "aten::alias")  # views that are no steps
 _of_plain: MutableMapping[Tensor, dict[Hashable, tuple[int, Any]]] = WeakTensorKeyDictionary()
 forgets(_of_plain.clear)
+
+
+class RowsKey(NamedTuple):
+    """The key of the rows that ranks read by an index of what is sharded in ``sizes`` on a mesh dim.
+
+    Attributes:
+        layout, lengths: the layout of the index, and how it is divided where every rank has all of it.
+    """
+
+    mesh: DeviceMesh
+    mesh_dim: int
+    sizes: tuple[int, ...]
+    layout: Hashable
+    lengths: tuple[int, ...]
 
 
 class Place:
@@ -95,6 +111,15 @@ def all_kept(tensor: Tensor) -> list[tuple[Any, Any]]:
         return []
     entries: Any = _place_of(tensor).entries.items()
     return [(key, value) for (_, key), (version, value) in reversed(entries) if version == tensor._version]
+
+
+def rows_read_by(index: Tensor, n: int, source: ShardTensorSpec) -> tuple[int, tuple[int, ...]] | None:
+    """Of ``n`` rows that a plain index, or a part of the same tensor, has read: the mesh dim that shards them, and
+    their sizes, the last ones that were new. None where it does not shard ``source``, which is to be added to them."""
+    for key, _ in all_kept(index):
+        if isinstance(key, RowsKey) and key.mesh == source.mesh and sum(key.sizes) == n:
+            return (key.mesh_dim, key.sizes) if source.placements[key.mesh_dim].is_shard() else None
+    return None
 
 
 def _place_of(tensor: Any) -> Place:

@@ -19,6 +19,8 @@ each rank names nodes of its own. So the ranks tell each other once the first an
 If these intervals follow each other, the rows are sharded in the same way. They get the sizes of what has been read by
 this index, or by another part of the same tensor (``x[edge_index[0]]``), if these sizes suit the intervals, or if the
 intervals overlap. Otherwise the rows stay replicated, and the ranks' contributions are summed.
+
+The rows of a plain index get the sizes of what it has read: nodes lie like the positions that edges were computed from.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from .._compat import (
     OpOverload,
@@ -44,14 +46,14 @@ from .._compat import (
 )
 from .._compat.c10d import group_along
 from ..communication.redistribute import all_gather, redistribute_local
-from ..communication.row_halos import RowHalo, each_once
+from ..communication.row_halos import each_once
 from ..errors import UnsupportedSharding
 from ..layout.intervals import boundaries_of, chunk_sizes, map_boundaries, sizes_of
 from ..layout.placements import AxisLayout
 from ..layout.spec import ShardTensorSpec
 from ..ranks.cuda_graphs import is_capturing
 from .copied_views import lose
-from .index_findings import all_kept, found, is_kept
+from .index_findings import RowsKey, all_kept, found, is_kept, rows_read_by
 from .planning import AtenCall, distributed_operands, meta_of, returning
 from .registry import rule_of
 
@@ -303,12 +305,16 @@ REDUCES_BY_INDEX = frozenset(
 )
 
 
-def decide_by_index(root: Any, dim: int, index: Any, *_: object) -> None:
-    """Lay out the open tensor into which a sharded index reduces, by the rows that each rank names."""
+def decide_by_index(root: Any, dim: int, index: Any, source: Any = None, *_: object) -> None:
+    """Lay out the open tensor into which an index reduces, by the rows that each rank names, or that it has read."""
     into, spec = root._spec, getattr(index, "_spec", None)
-    if _root(root)[0] is not root or not isinstance(spec, ShardTensorSpec) or spec.mesh != into.mesh or not into.shape:
+    if _root(root)[0] is not root or not into.shape:
         return
     dim %= len(into.shape)
+    if into.is_replicate() and (axes := axes_like_read(root, dim, index, source)):
+        _lay_out(root, into.with_axes(axes))
+    if not isinstance(spec, ShardTensorSpec) or spec.mesh != into.mesh:
+        return
     m = spec.sharded_dims().get(dim if len(spec.shape) == len(into.shape) else 0)
     if m is None:
         return
@@ -318,10 +324,20 @@ def decide_by_index(root: Any, dim: int, index: Any, *_: object) -> None:
     intervals = found(index, key, lambda: _named(local, spec, m))
     if any(low < 0 or high >= n for low, high in intervals if low <= high):
         raise IndexError(f"an index is out of range for dimension {dim} with size {n}")
-    used = [k[2] for k, rows in all_kept(index) if isinstance(rows, RowHalo) and k[0] == m and sum(k[2]) == n]
+    kept = [k for k, _ in all_kept(index) if isinstance(k, RowsKey) and k.mesh_dim == m]
+    used = [k.sizes for k in kept if sum(k.sizes) == n]
     sizes = _rows_of_ranks(intervals, n, used)
     if sizes is not None:
         _lay_out(root, into.with_axes({m: AxisLayout(Shard(dim), sizes)}))
+
+
+def axes_like_read(into: Tensor, dim: int, index: Any, source: Any, *_: object) -> dict[int, AxisLayout]:
+    """How a tensor that every rank has is sharded to reduce ``source`` into it by a plain index, by mesh dim."""
+    added = getattr(source, "_spec", None)
+    if added is None or isinstance(index, DTensor) or not into.ndim:
+        return {}
+    read = rows_read_by(index, into.shape[dim], added)
+    return {} if read is None else {read[0]: AxisLayout(Shard(dim % into.ndim), read[1])}
 
 
 def _named(local: Tensor, spec: ShardTensorSpec, m: int) -> list[list[int]]:

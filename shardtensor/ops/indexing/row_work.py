@@ -22,7 +22,7 @@ from torch import Tensor
 from ..._compat.c10d import group_along
 from ...communication.row_halos import RowHalo, check_same_on_ranks
 from ...communication.tracing import is_traced
-from ...dispatch.index_findings import found, is_kept
+from ...dispatch.index_findings import RowsKey, found, is_kept
 from ...dispatch.planning import Path, operand
 from ...layout.dtypes import wide_dtype
 from ...layout.intervals import clipped, intervals_of, resized
@@ -84,7 +84,7 @@ class RowWork(BlockWork):
                     begins = 0 if is_part else start
                     self._narrowings.append((path, d, begins, begins + stop - start))
         # Nothing that is this rank's alone.
-        self._key = (mesh_dim, self._group.group_name, self._sizes, layouts[index].layout, lengths)
+        self._key = RowsKey(self.mesh, mesh_dim, self._sizes, layouts[index].layout, lengths)
         # The elements of a row, and how many elements would travel in blocks.
         self._row = first.shape.numel() // max(1, sum(self._sizes))
         if not self.writes:

@@ -10,6 +10,7 @@ from seeded import seeded
 from torch import nn
 from torch.distributed.tensor import Partial, Replicate, Shard
 
+import shardtensor
 from shardtensor.testing import (
     assert_matches_unsharded,
     count_communication,
@@ -357,3 +358,65 @@ def test_sources_sharded_along_another_dim(reduce, include_self):
     expected.square().sum().backward()
     for ours, theirs in ((spread, x), (values, source)):
         torch.testing.assert_close(ours.grad.full_tensor(), theirs.grad, rtol=1e-10, atol=1e-10)
+
+
+# -- a plain index that has read sharded positions ---------------------------------------------------------------------
+
+ATOMS, WIDTH = 12, 8
+SUMS = {
+    "index_add": lambda x, to, sent: torch.zeros(x.shape, dtype=x.dtype).index_add(0, to, sent),
+    "negative dim": lambda x, to, sent: torch.ones(x.shape, dtype=x.dtype).index_add(-2, to, sent, alpha=2),
+    "scatter_add": lambda x, to, sent: torch.zeros(x.shape, dtype=x.dtype).scatter_add(0, wide(to, sent), sent),
+    "new_zeros": lambda x, to, sent: sent.new_zeros(x.shape).index_add_(0, to, sent),
+    "new_zeros, scatter": lambda x, to, sent: sent.new_zeros(x.shape).scatter_add_(0, wide(to, sent), sent),
+}
+
+
+class Interactions(nn.Module):
+    """Of atoms whose positions are sharded, by a plain list of edges; their kinds are plain, too."""
+
+    def __init__(self, how, seen):
+        super().__init__()
+        self.how, self.seen = SUMS[how], seen
+        self.to = torch.arange(ATOMS).repeat_interleave(2)
+        self.source = (torch.arange(2 * ATOMS) * 5 + 1) % ATOMS
+        self.kinds, self.filters = nn.Embedding(3, WIDTH), nn.Linear(3, WIDTH)
+        self.update = nn.Sequential(nn.Linear(WIDTH, 64), nn.SiLU(), nn.Linear(64, WIDTH))
+
+    def forward(self, positions):
+        filters = self.filters(positions[self.source] - positions[self.to])
+        x = self.kinds(torch.arange(ATOMS) % 3)
+        for _ in range(2):
+            summed = self.how(x, self.to, x[self.source] * filters)
+            x = x + self.update(summed)
+            self.seen.append((getattr(summed, "placements", None), getattr(x, "shard_sizes", None)))
+        graphs = torch.zeros(2, WIDTH, dtype=x.dtype).index_add(0, torch.arange(ATOMS) // 6, x)
+        self.seen.append((getattr(graphs, "placements", None), {}))
+        return x, graphs * 2
+
+
+@pytest.mark.parametrize("sizes", [(5, 7), (0, 12), (3, 1, 8)])
+@pytest.mark.parametrize("how", SUMS)
+def test_nodes_lie_like_the_positions_that_their_index_has_read(how, sizes):
+    run_distributed(compare_interactions, len(sizes), how, sizes, timeout=200.0)
+
+
+def compare_interactions(how, sizes):
+    """A sum by an index that has read nothing, of atoms into graphs, is contributed to by all ranks, as before."""
+    seen = []
+    positions = torch.randn(ATOMS, 3, dtype=torch.float64, generator=seeded(1))
+    model = Interactions(how, seen).double()
+    assert_matches_unsharded(model, positions, mesh_shape=len(sizes), placements=[Shard(0)], shard_sizes={0: sizes})
+    model(shard(positions, shared_mesh(len(sizes)), [Shard(0)], {0: sizes}))
+    assert seen == [((Shard(0),), {0: sizes})] * 2 + [((Partial(),), {})]
+
+
+@pytest.mark.parametrize("how", SUMS)
+def test_no_rank_repeats_what_is_computed_of_nodes(how):
+    positions = torch.randn(ATOMS, 3, requires_grad=True)
+    model = Interactions(how, [])
+    found = shardtensor.explain(model, positions, mesh=2, shard=0, backward=True, values=True)
+    assert found.excess.work == pytest.approx(1.0)
+    summed = [layer for layer in found.layers if layer.operator.startswith(("index_add", "scatter_add"))]
+    # Edges are in the order of their targets, and divided evenly: no rank adds to a row of the other one.
+    assert len(summed) == 3 and not any(share.bytes_sent for layer in summed[:2] for share in layer.shares.values())
