@@ -29,7 +29,7 @@ DOCS = FOLDER.parent / "docs"
 MARKS = "<!-- begin: written by python benchmarks --write -->", "<!-- end -->"
 PARTS = (
     *("house", "host", "kernels", "half", "messages", "overhead", "operators", "networks", "compile", "memory"),
-    *("graphs", "scale", "neighbors", "autoencoders"),
+    *("graphs", "flex", "scale", "neighbors", "autoencoders"),
 )
 ON_DEVICES = ("host", "operators", "networks", "compile")  # the others measure the host and its memory
 

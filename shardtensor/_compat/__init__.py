@@ -21,7 +21,9 @@ from torch._decomp import decomposition_table
 from torch._dispatch.python import no_python_dispatcher
 from torch._guards import detect_fake_mode
 from torch._higher_order_ops.effects import _EffectType, _register_effectful_op
+from torch._higher_order_ops.flex_attention import create_fw_bw_graph
 from torch._higher_order_ops.flex_attention import flex_attention as flex_attention_operator
+from torch._higher_order_ops.flex_attention import flex_attention_backward as flex_attention_backward_operator
 from torch._subclasses import FakeTensor, FakeTensorMode
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch._subclasses.functional_tensor import FunctionalTensor
@@ -90,6 +92,7 @@ __all__ = [
     "PyTree",
     "TensorMeta",
     "TorchDispatchMode",
+    "flex_attention_backward_operator",
     "flex_attention_operator",
     "keystr",
     "tree_flatten",
@@ -863,3 +866,17 @@ def made_without_grad(tensor: torch.Tensor) -> bool:
     autograd: Any = torch._C._autograd
     with DisableTorchFunction():
         return tensor._is_view() and autograd._get_creation_meta(tensor) == autograd.CreationMeta.NO_GRAD_MODE
+
+
+def flex_attention_gradient(score_mod: Callable[..., Any], like: torch.Tensor, captured: tuple[Any, ...]) -> Any:
+    """The gradient of ``score_mod`` as :data:`flex_attention_backward_operator` takes it.
+
+    Args:
+        like: a tensor of the scores' dtype and device.
+        captured: what ``score_mod`` takes behind the indices.
+    """
+    from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex  # the compiler, which flex imports
+
+    score, b, h, i, j = like.new_zeros((), requires_grad=True), *(like.new_zeros((), dtype=torch.int) for _ in range(4))
+    with TransformGetItemToIndex():
+        return create_fw_bw_graph(score_mod, (score, b, h, i, j), captured)[1]

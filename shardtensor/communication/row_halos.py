@@ -102,7 +102,9 @@ def check_same(now: Tensor, before: Tensor, text: str = _PLAIN_WRITTEN) -> None:
         raise RuntimeError(text)
 
 
-def check_same_on_ranks(name: object, indices: Sequence[Tensor], group: dist.ProcessGroup) -> None:
+def check_same_on_ranks(
+    name: object, indices: Sequence[Tensor], group: dist.ProcessGroup, what: str = "the index", says: bool = False
+) -> bool:
     """Check that all ranks of ``group`` hold the same indices, which are not sharded; one all-gather of an integer.
 
     Ranks with other indices would wait for other rows than are sent. Nothing is compared where nothing travels, as in
@@ -110,19 +112,25 @@ def check_same_on_ranks(name: object, indices: Sequence[Tensor], group: dist.Pro
 
     Args:
         name: of the operator.
+        what: the indices are, for the error.
+        says: what this rank says besides.
+
+    Returns:
+        Whether any rank says so.
 
     Raises:
         RanksDiffer: on all ranks of the group.
     """
     if device_of(group) is None:
-        return
-    rows = gather_rows([digest(index) for index in indices], group, indices[0].device)
+        return says
+    rows = gather_rows([int(says), *(digest(index) for index in indices)], group, indices[0].device)
+    said = [row.pop(0) for row in rows.values()]
     if len(set(map(tuple, rows.values()))) > 1:
         shown = by_rank({rank: " ".join(f"{n % 2**64:016x}" for n in theirs) for rank, theirs in rows.items()})
-        which = "the index" if len(indices) == 1 else "the indices of the sparse matrix"
         raise RanksDiffer(
-            f"{name}: {which} is not sharded, but differs between ranks: it has the digest {shown}. {SAME_VALUES}."
+            f"{name}: {what} is not sharded, but differs between ranks: it has the digest {shown}. {SAME_VALUES}."
         )
+    return any(said)
 
 
 class RowHalo:

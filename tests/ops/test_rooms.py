@@ -150,6 +150,7 @@ def test_the_page_has_the_conditions():
 # Modules without a test file of their own: {the file that tests them: modules}.
 TESTED_WITH = {
     "test_rooms.py": "conditions",
+    "attention/test_flex.py": "attention/named_keys",
     "attention/test_sdpa.py": "attention/blockwise attention/kernels attention/online_softmax",
     "common/test_contraction.py": "common/named_dims common/ring linalg/einsum",
     "convolution/test_conv.py": "convolution/halo_conv",

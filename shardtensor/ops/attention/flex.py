@@ -3,39 +3,52 @@
 torch's function, eager or compiled, calls one operator with these functions, the tensors that they have captured, and
 the blocks of the mask. Here each rank calls that operator on its part, with functions that first add to the indices
 where its part begins. Captured tensors are read at indices that the functions choose, so every rank needs all of them.
-Where the sequence is sharded, queries stay, and all keys and values are fetched: which of them a rank's queries see is
-in the values of the mask's tensors, which graphs do not know.
+Where the sequence is sharded, queries stay, and the keys and values are fetched that the mask names for them, see
+named_keys.py. Which these are is in the values of the mask's tensors, which graphs do not know: there, and without a
+mask, all are fetched.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
+import torch.nn.functional as F
 import wrapt
 from torch import Tensor
 from torch.distributed.tensor import Shard
-from torch.nn.attention.flex_attention import BlockMask
+from torch.nn.attention.flex_attention import BlockMask, create_mask
 
-from ..._compat import TensorMeta, flex_attention_operator
+from ..._compat import (
+    AutogradFunction,
+    TensorMeta,
+    flex_attention_backward_operator,
+    flex_attention_gradient,
+    flex_attention_operator,
+)
+from ...dispatch.gradients import not_twice
 from ...dispatch.registry import DECLINED, register
 from ...dispatch.tensor import ShardTensor, from_part, to_part
 from ...errors import refuse
 from ...layout.dtypes import wide_dtype
-from ...layout.intervals import chunk_sizes
+from ...layout.intervals import Interval, chunk_sizes, length
 from ...layout.placements import AxisLayout
 from ...layout.spec import ShardTensorSpec
 from ...layout.strides import contiguous_stride, dense_stride
+from ...operators.autocast import without_autocast
 from ...operators.declaration import Arguments, Composed, Plan, planned
-from ..common.alignment import is_sharded, refuse_gathering
+from ..common.alignment import cast, is_sharded, refuse_gathering
 from .layout import layout_of
+from .named_keys import Lists, NamedKeys, named_keys
 from .online_softmax import AttentionWork, work_of
 from .sdpa import gradient_spec
 
 _BLOCKS = slice(2, 6)  # of a block mask as a tuple: how many blocks are seen in part, and which; the same of full ones
+_AT_A_TIME = 1 << 22  # numbers of a mask, to take little memory
 _OF_COLUMNS = 6  # the first of the same by columns of blocks; None where no gradient is wanted
 
 
@@ -57,8 +70,8 @@ class FlexCall:
     captured: tuple[tuple[Any, ...], tuple[Any, ...]]
 
     def tensors(self) -> list[Tensor]:
-        """All that a rank computes with."""
-        values = *self.mask[_BLOCKS], *self.captured[0], *self.captured[1]
+        """All that a rank computes with, first what ``score_mod`` has captured."""
+        values = *self.captured[0], *self.mask[_BLOCKS], *self.captured[1]
         return [value for value in values if isinstance(value, Tensor)]
 
     def with_tensors(self, tensors: Sequence[Tensor]) -> FlexCall:
@@ -68,11 +81,32 @@ class FlexCall:
         def replaced(values: Sequence[Any]) -> tuple[Any, ...]:
             return tuple(next(others) if isinstance(value, Tensor) else value for value in values)
 
-        mask = *self.mask[: _BLOCKS.start], *replaced(self.mask[_BLOCKS]), *self.mask[_BLOCKS.stop :]
-        return replace(self, mask=mask, captured=(replaced(self.captured[0]), replaced(self.captured[1])))
+        of_scores, of_blocks = replaced(self.captured[0]), replaced(self.mask[_BLOCKS])
+        mask = *self.mask[: _BLOCKS.start], *of_blocks, *self.mask[_BLOCKS.stop :]
+        return replace(self, mask=mask, captured=(of_scores, replaced(self.captured[1])))
 
-    def of_part(self, query: ShardTensorSpec) -> tuple[FlexCall, int]:
-        """The call for this rank's queries, and how many rows come before these.
+    def lists(self) -> Lists:
+        """How many blocks each block of rows sees in part, and which; the same of full ones."""
+        counts, indices, *full = (getattr(t, "_local_tensor", t) for t in self.mask[_BLOCKS])
+        return counts, indices, full[0], full[1]
+
+    def shown(self, query: ShardTensorSpec, n: int) -> Tensor:
+        """Which of ``n`` keys this rank's queries see, as the mask's function says: ``(batch, heads, keys)``."""
+        mask_mod, captured = self.mask[-1], [getattr(t, "_local_tensor", t) for t in self.captured[1]]
+        (batch, _), (head, _), (row, stop) = (query.own_interval(d) for d in (-4, -3, -2))
+        batches, heads, *_ = query.own_shape
+        height = max(1, _AT_A_TIME // (batches * heads * n))
+        shown = torch.zeros((batches, heads, n), dtype=torch.bool, device=self.lists()[0].device)
+        for first in range(row, stop, height):
+
+            def seen(b: Any, h: Any, i: Any, j: Any, first: int = first) -> Tensor:
+                return _from(mask_mod, 0, (batch, head, first))(b, h, i, j, *captured)
+
+            shown |= create_mask(seen, batches, heads, min(stop - first, height), n, shown.device).any(-2)
+        return shown
+
+    def of_part(self, query: ShardTensorSpec, keys: Interval | None = None) -> tuple[FlexCall, int]:
+        """The call for this rank's queries and these keys (None: all), and how many rows come before the queries.
 
         A block mask lists for each block of rows the blocks of keys that are not hidden entirely. A rank takes the
         lists of the blocks in which its rows lie. The first block may begin with rows of another rank. These rows are
@@ -82,16 +116,21 @@ class FlexCall:
         height, width, mask_mod = int(self.mask[-3]), int(self.mask[-2]), self.mask[-1]
         first, last = row // height, -(-stop // height)
         before = row % height if last > first + 1 else 0  # in a single block all rows see the same list
-        starts, counts = (batch, head, row - before), self.mask[_BLOCKS.start]
-        own = [query.own_interval(d) for d in range(-1 - counts.ndim, -2)]
-        index = [slice(*interval) if n > 1 else slice(None) for interval, n in zip(own, counts.shape)]
+        first_key, n = (0, self.mask[1]) if keys is None else (keys[0], length(keys))
+        starts, counts = (batch, head, row - before, first_key), self.mask[_BLOCKS.start]
+        leads = [query.own_interval(d) for d in range(-1 - counts.ndim, -2)]
+        index = [slice(*interval) if n > 1 else slice(None) for interval, n in zip(leads, counts.shape)]
         index.append(slice(first, last))
+        own = [None if t is None else t[tuple(index)] for t in self.mask[_BLOCKS]]
+        if keys is not None:
+            blocks = -(-n // width)
+            own[1::2] = [None if t is None else t[..., :blocks] - first_key // width for t in own[1::2]]
         make: Callable[..., BlockMask] = BlockMask.from_kv_blocks
         mask = make(
-            *(None if t is None else t[tuple(index)] for t in self.mask[_BLOCKS]),
+            *own,
             BLOCK_SIZE=(height, width),
             mask_mod=_from(mask_mod, 0, starts),
-            seq_lengths=(stop - row + before, self.mask[1]),
+            seq_lengths=(stop - row + before, n),
             compute_q_blocks=self.mask[_OF_COLUMNS] is not None,
         )
         return replace(self, score_mod=_from(self.score_mod, 1, starts), mask=mask.as_tuple()), before
@@ -99,6 +138,31 @@ class FlexCall:
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
         """The result, the log-sum-exp of each row, and its largest score, of local tensors."""
         return flex_attention_operator(q, k, v, self.score_mod, self.mask, self.scale, self.options, *self.captured)
+
+    def gradient(self, q: Tensor) -> Any:
+        """What :meth:`backward` differentiates the scores of these queries by.
+
+        Raises:
+            RuntimeError: the mask has no lists for the gradient, in torch's words.
+        """
+        if self.mask[_OF_COLUMNS + 1] is None:
+            raise RuntimeError(
+                "BlockMask q_indices is None. Backward pass requires q_indices to be computed. Please create the "
+                "BlockMask with compute_q_blocks=True"
+            )
+        return flex_attention_gradient(self.score_mod, q, self.captured[0])
+
+    def backward(self, of_scores: Any, *tensors: Tensor | None) -> list[Any]:
+        """Gradients of q, k, v, and of the tensors that ``score_mod`` has captured.
+
+        Args:
+            of_scores: what :meth:`gradient` has returned.
+            tensors: q, k, v, the result, the log-sum-exp, and the gradients of these two.
+        """
+        functions, others = (self.score_mod, of_scores), (self.mask, self.scale, self.options)
+        operator: Callable[..., Any] = flex_attention_backward_operator
+        *grads, of_captured = operator(*tensors, *functions, *others, *self.captured)
+        return [*grads, *(g for g, t in zip(of_captured, self.captured[0], strict=True) if isinstance(t, Tensor))]
 
 
 def _from(function: Callable[..., Tensor], at: int, starts: Sequence[int]) -> Callable[..., Tensor]:
@@ -171,31 +235,120 @@ def _attend(
     others: Sequence[ShardTensor],
 ) -> tuple[Tensor, ...]:
     """Result, log-sum-exp and largest scores, sharded as the queries."""
-    given = [query, key, value, *others]
-    q, k, v, *tensors = (to_part(t, gradient_spec(t._spec, work.layout) or t._spec) for t in given)
-    k, v = work.split(work.held(k, v))
     spec, out = query._spec, (*query.shape[:-1], value.shape[-1])
-    if 0 in q.shape[:-1]:
-        results = _of_none(q, v, [k, v, *tensors])
-    else:
-        call, before = flex.with_tensors(tensors), 0
-        if spec.sharded_dims():
-            call, before = call.of_part(spec)
-        if before:
-            q = torch.cat([q[..., :1, :].expand(-1, -1, before, -1), q], -2)
-        results = [t[:, :, before:] for t in call(q, k, v)]
+    given = [query, key, value, *others]
+    differentiates = torch.is_grad_enabled() and any(t.requires_grad for t in given)
+    m, keys = work.layout.mesh_dim, None
+    if work.layout.fetched is not None and m is not None:  # on all ranks alike
+        block = int(flex.mask[-3]), int(flex.mask[-2])
+        shown = partial(flex.shown, spec, key.shape[-2])
+        keys = named_keys("flex_attention", flex.lists(), block, spec, key._spec, m, shown)
+    q, k, v, *tensors = (to_part(t, gradient_spec(t._spec, work.layout) or t._spec) for t in given)
+    call, before = flex.with_tensors(tensors), 0
+    interval = None if keys is None else keys.interval
+    none = 0 in q.shape[:-1] or (interval is not None and not length(interval))
+    if spec.sharded_dims() and not none:
+        call, before = call.of_part(spec, interval)
+    part = _Part(work, keys, call, before, none, call.gradient(q) if differentiates else None)
+    results = _Attended.apply(part, q, k, v, *call.tensors())
     shapes = [out, out[:-1], out[:-1]]
     strides = [dense_stride(out, spec.tensor_meta.stride), *map(contiguous_stride, shapes[1:])]
     metas = [TensorMeta(torch.Size(n), stride, t.dtype) for n, stride, t in zip(shapes, strides, results, strict=True)]
     return tuple(from_part(t, spec.with_layout(work.layout.out, meta)) for t, meta in zip(results, metas, strict=True))
 
 
-def _of_none(q: Tensor, v: Tensor, others: Sequence[Tensor]) -> list[Tensor]:
-    """The results of no queries. They depend on all tensors: what others fetched of this rank has gradients."""
-    nothing = sum((t.flatten()[:0].sum() for t in (q, *others) if t.is_floating_point()), start=q.new_zeros(()))
-    rows = q.new_zeros(q.shape[:-1], dtype=wide_dtype(q.dtype))
-    out = q.new_zeros((*q.shape[:-1], v.shape[-1]))
-    return [t + nothing.to(t.dtype) for t in (out, rows, rows)]
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """One rank's part of a call.
+
+    Attributes:
+        work: which keys come from where.
+        keys: those that are fetched as the mask names them; None where all are, or none.
+        call: for this rank's queries and keys.
+        before: how many rows come before the queries.
+        is_empty: whether there are no queries here, or no keys that these see.
+        of_scores: what the scores are differentiated by; None without gradients.
+    """
+
+    work: AttentionWork
+    keys: NamedKeys | None
+    call: FlexCall
+    before: int
+    is_empty: bool
+    of_scores: Any
+
+    def held(self, k: Tensor, v: Tensor) -> Sequence[Tensor]:
+        """The keys and values to compute with. Collective where they are fetched."""
+        if self.keys is None:
+            return self.work.split(self.work.held(k, v))
+        return self.keys.fetch(torch.cat((k, v), -1)).split_with_sizes([k.shape[-1], v.shape[-1]], -1)
+
+    def returned(self, grads: Sequence[Tensor], own: int) -> Sequence[Tensor]:
+        """The gradients of this rank's ``own`` keys and values, out of the ranks' gradients of what they held."""
+        if self.keys is None and self.work.fetch is None:
+            return grads
+        both = torch.cat(list(grads), -1)
+        sums = self.work.returned([both])[0] if self.keys is None else self.keys.give_back(both, own)
+        return sums.split_with_sizes([g.shape[-1] for g in grads], -1)
+
+    def gradients(
+        self, tensors: Sequence[Tensor], q: Tensor, held: Sequence[Tensor], results: Any, of_results: Any
+    ) -> list[Any]:
+        """Gradients of queries, of what is held, and of the tensors that ``score_mod`` has captured."""
+        call, before = self.call.with_tensors(tensors), self.before
+        if self.is_empty:
+            return [torch.zeros_like(t) for t in (q, *held, *call.captured[0]) if isinstance(t, Tensor)]
+        of_out, of_sums = of_results
+        of_out = None if of_out is None else F.pad(of_out, (0, 0, before, 0))
+        of_sums = None if of_sums is None else F.pad(of_sums, (before, 0))
+        of_q, *found = call.backward(self.of_scores, self.rows(q), *held, *results, of_out, of_sums)
+        return [of_q[:, :, before:], *found]
+
+    def rows(self, q: Tensor) -> Tensor:
+        """Queries, and before them as many times the first one as there are rows before."""
+        return torch.cat([q[..., :1, :].expand(-1, -1, self.before, -1), q], -2) if self.before else q
+
+
+class _Attended(AutogradFunction):
+    """Local queries against the keys that they need: result, log-sum-exp and largest scores.
+
+    Between the passes a rank keeps its shard, and of what it has fetched what other attention keeps, too.
+    """
+
+    apply: ClassVar[Callable[..., tuple[Tensor, ...]]]
+
+    @staticmethod
+    def forward(ctx: Any, part: _Part, q: Tensor, k: Tensor, v: Tensor, *tensors: Tensor) -> Any:
+        ctx.set_materialize_grads(False)
+        ctx.part, ctx.others = part, len(tensors)
+        with without_autocast(q.device.type):
+            held = part.held(k, v)
+            if part.is_empty:
+                rows = q.new_full(q.shape[:-1], -math.inf, dtype=wide_dtype(q.dtype))
+                results: Sequence[Tensor] = q.new_zeros((*q.shape[:-1], v.shape[-1])), rows, rows.clone()
+            else:
+                results = part.call.with_tensors(tensors)(part.rows(q), *held)
+        kept = held if part.work.keeps else ()
+        ctx.save_for_backward(q, k, v, *results[:2], *tensors, *kept)
+        results = [t[:, :, part.before :] if part.before else t for t in results]
+        ctx.mark_non_differentiable(results[2])
+        return tuple(results)
+
+    @staticmethod
+    def backward(ctx: Any, of_out: Tensor | None, of_sums: Tensor | None, _: Any) -> Any:
+        q, k, v, out, sums, *saved = ctx.saved_tensors
+        part, needed, tensors = ctx.part, ctx.needs_input_grad[1:], saved[: ctx.others]
+        with torch.no_grad(), without_autocast(q.device.type):
+            held = saved[ctx.others :] or part.held(k, v)
+            of_q, of_k, of_v, *found = part.gradients(tensors, q, held, (out, sums), (of_out, of_sums))
+            if needed[1] or needed[2]:
+                of_k, of_v = part.returned((of_k, of_v), k.shape[-2])
+        given = q, k, v, *tensors
+        grads = [of_q, of_k, of_v, *found, *[None] * (len(tensors) - len(found))]
+        grads = [cast(g, t.dtype) if n else None for g, t, n in zip(grads, given, needed, strict=True)]
+        return None, *(
+            not_twice("flex_attention", grads, (of_out, of_sums, *given)) if torch.is_grad_enabled() else grads
+        )
 
 
 def _varlen_attention(query: Tensor, key: Tensor, value: Tensor, *others: Any) -> Tensor:

@@ -206,7 +206,7 @@ def _by_rows(
         return None
 
     def find() -> MatrixRows:
-        check_same_on_ranks(name, indices, group)
+        check_same_on_ranks(name, indices, group, "the sparse matrix")
         return MatrixRows(entries.layout, indices, ends, sizes, spec.coordinate[m], group)
 
     rows = found(matrix, key, find)
