@@ -243,7 +243,7 @@ def test_options_of_the_mesh_that_do_not_fit_are_refused(module, monkeypatch, ca
 def test_the_example_with_fsdp_passes_its_check():
     """A program with FSDP2 and a domain, told of in the docs; random pixels in place of the globe's data."""
     example = EXAMPLES / "fsdp_domain.py"
-    assert example.name in (EXAMPLES.parent / "docs" / "parallel.md").read_text()
+    assert example.name in (EXAMPLES.parent / "docs" / "train.md").read_text()
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4", str(example)]
     options = ["--check", "--noise", "--resolution", "37", "--steps", "4", "--width", "4", "--dtype", "float64"]
     environment = {**os.environ, "PYTHONPATH": str(EXAMPLES.parent)}

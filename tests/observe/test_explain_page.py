@@ -1,4 +1,4 @@
-"""The part of docs/explain.md that is for several ranks; tests/test_pages.py runs the page in one process."""
+"""The part of docs/layout.md that is for several ranks; tests/test_pages.py runs the page in one process."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from shardtensor.testing import run_distributed, shard, shared_mesh
 def step_of_page(path):
     model = nn.Conv2d(3, 4, 3, padding=1)
     x = shard(torch.randn(1, 3, 8, 8), shared_mesh(2), [Shard(2)])
-    code = next(block.text for block in Page("docs/explain.md").blocks if "def step" in block.text)
+    code = next(block.text for block in Page("docs/layout.md").blocks if "def step" in block.text)
     names = {}
     exec("import shardtensor\n" + code, names)
     names["step"](path, model, x)

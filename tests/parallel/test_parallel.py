@@ -177,7 +177,7 @@ def dtensors_in_fsdp1(model, mesh, use_orig_params):
 
 
 def by_hand(hooks=True, **dims):
-    """Weights and inputs on the whole mesh, FSDP2 told which axes to reduce over: as docs/parallel.md shows."""
+    """Weights and inputs on the whole mesh, FSDP2 told which axes to reduce over: as docs/train.md shows."""
 
     def wrap(model, mesh):
         distribute_module(model, mesh)
@@ -338,7 +338,7 @@ def dtensors_in(wrapper, shape):
     ],
 )
 def test_wrappers_that_do_not_take_dtensor_weights(wrapper, shape, text):
-    """As docs/parallel.md says; the errors are torch's own."""
+    """As docs/train.md says; the errors are torch's own."""
     for error in run_expecting_errors(dtensors_in, shape[0] * shape[1], wrapper, shape):
         texts = (text,) if isinstance(text, str) else text
         assert isinstance(error, Exception) and any(text in str(error) for text in texts), error
@@ -346,7 +346,7 @@ def test_wrappers_that_do_not_take_dtensor_weights(wrapper, shape, text):
 
 @on_ranks(4)
 def test_ddp_by_mesh_loses_dtensor_weights():
-    """Why docs/parallel.md says to keep weights plain for DDP: torch's own way of handling them."""
+    """Why docs/train.md says to keep weights plain for DDP: torch's own way of handling them."""
     mesh = shared_mesh((2, 2), AXES)
     model = PLAIN["DDP over dp's mesh"](on_domain(copy.deepcopy(problem()[0]), mesh), mesh)
     model(inputs(mesh, False)[0])

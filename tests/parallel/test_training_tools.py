@@ -1,4 +1,4 @@
-"""What torch refuses on models that FSDP2 has sharded, and what to do: the rows of the table in docs/parallel.md.
+"""What torch refuses on models that FSDP2 has sharded, and what to do: the rows of the table in docs/train.md.
 
 Each row is tried: torch's error still comes, and the remedy gives the numbers of one process.
 """
@@ -24,7 +24,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from shardtensor.parallel import parallelize
 from shardtensor.testing import run_distributed, shard, shared_mesh
 
-PAGE = Path(__file__).parents[2] / "docs" / "parallel.md"
+PAGE = Path(__file__).parents[2] / "docs" / "train.md"
 
 
 class Net(nn.Module):
