@@ -8,7 +8,7 @@ project = "shardtensor"
 version = release = shardtensor.__version__
 copyright = "the shardtensor developers"
 
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_copybutton"]
 exclude_patterns = ["_build"]
 html_theme = "furo"
 html_static_path = ["_static"]
@@ -28,5 +28,17 @@ def name_files_outside(app, page, source):
     source[0] = re.sub(r"(?<!!)\[[^\]]*\]\(\.\./([^)]*)\)", r"`\1`", source[0])
 
 
+def leave_out_arguments(app, what, name, *_):
+    """``ShardTensor`` is made by functions, and torch's signature of the class says nothing."""
+    return ("", None) if name == "shardtensor.ShardTensor" else None
+
+
+def leave_out_notes(app, what, name, obj, options, lines):
+    """The names of notes, by which comments of the code refer to each other."""
+    lines[:] = [re.sub(r"\[Note: [^\]]*\] ?", "", line) for line in lines]
+
+
 def setup(app):
     app.connect("source-read", name_files_outside)
+    app.connect("autodoc-process-signature", leave_out_arguments)
+    app.connect("autodoc-process-docstring", leave_out_notes)

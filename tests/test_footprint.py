@@ -96,5 +96,5 @@ def test_the_page_has_the_list():
         f"{entry.otherwise} |"
         for entry in REPLACED
     ]
-    page = (HERE.parent / "docs" / "stability.md").read_text()
+    page = (HERE.parent / "docs" / "how-it-works.md").read_text()
     assert "\n".join(rows) in page, "\n".join(rows)
