@@ -311,7 +311,7 @@ class ShardTensor(DTensor):
     def __get_tensor_shard__(self, index: object) -> Tensor:
         return self._local_tensor
 
-    # -- torch.compile: see docs/compile.md ---------------------------------------------------------------
+    # -- torch.compile: see docs/how-it-works.md -----------------------------------------------------------------------
 
     # Every length counts: a graph is valid for one layout, as its guard, a copy of the spec, says.
     _dynamo_static_indices = set(range(MAX_NDIM))
