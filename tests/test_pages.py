@@ -207,6 +207,15 @@ def test_each_page_is_in_the_sites_contents():
     assert sorted([*listed, "index"]) == sorted(page.path.stem for page in docs)
 
 
+def test_pages_for_users_are_short():
+    """Together, without code and tables that programs write; those for contributors are not counted."""
+    written = re.compile(r"<!-- begin: written.*?<!-- end.*?-->|<!-- The rest is written.*", flags=re.S)
+    parts = contents(Page("docs/index.md"))
+    names = [name for part, names in parts.items() if part != "For contributors" for name in names]
+    words = {name: len(written.sub("", Page(f"docs/{name}.md").prose).split()) for name in names}
+    assert sum(words.values()) <= 25_000, words
+
+
 def names_defined(file: Path) -> set[str]:
     """What a module defines: ``function``, ``CONSTANT``, ``Class``, ``Class.method``; also what it sets on a class."""
     names = set()
