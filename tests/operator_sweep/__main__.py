@@ -38,7 +38,7 @@ def main() -> None:
     parser.add_argument("--checkpoint", choices=POLICIES, help="inside selective checkpointing that keeps this")
     parser.add_argument("--part", default="0/1", help="i/n: every n-th operator from the i-th on, to run in parallel")
     parser.add_argument("--json", help="write all cases to this file")
-    parser.add_argument("--write", action="store_true", help="renew docs/operators-tested.md; takes hours for all operators")
+    parser.add_argument("--write", action="store_true", help="renew docs/operators-tested.md; takes hours")
     parser.add_argument("--tables-of", nargs="+", metavar="TITLE=FILE", help="renew it from what --json wrote earlier")
     parser.add_argument("--refused", action="store_true", help="print the refused cases too, one line a reason")
     parser.add_argument("--device", choices=["cpu", "emulated", "cuda"], default="cpu", help="what ranks compute on")

@@ -25,6 +25,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate, chain
 from typing import NamedTuple
 
 import torch
@@ -37,7 +38,7 @@ from ...layout.placements import AxisLayout
 from ...layout.spec import ShardTensorSpec
 from ..common.alignment import cost_of_exchange
 from ..common.named_dims import Axis, Choice, Form, Labels, Option, arrange, shared
-from ..common.ring import Ring, ring_of
+from ..common.ring import Ring
 from .blockwise import pieces
 
 NAME = "scaled_dot_product_attention"
@@ -254,17 +255,35 @@ def _by_ring(layout: AttentionLayout, m: int, shift: int | None, balance: Balanc
     rank = q.coordinate[m]
     rows, columns, _ = _shards(layout, m) if balance is None else balance.parts
 
-    def needs(r: int, s: int) -> bool:
-        return bool(pieces(rows[r], columns[s], shift))
-
     return replace(
         layout,
         rows=rows[rank],
         columns=columns,
         mask_travels=_is_along_keys(bias, m),
-        ring=ring_of(rank, q.mesh.size(m), needs),
+        ring=Ring(rank, _hops(rows, columns, shift)),
         balance=balance,
     )
+
+
+def _hops(rows: Sequence[Parts], columns: Sequence[Parts], shift: int | None) -> tuple[int, ...]:
+    """How many ranks the columns of each rank are passed on to, until the last of those whose rows see any of them.
+
+    Example:
+        >>> _hops([((0, 4),), ((4, 8),), ((8, 12),)], [((0, 4),), ((4, 8),), ((8, 12),)], 0)  # no earlier row sees them
+        (2, 1, 0)
+    """
+    beyond = math.inf if shift is None else shift
+    # A rank sees the columns before this; they begin at that.
+    seen = [max((stop + beyond for start, stop in own if start < stop), default=-math.inf) for own in rows]
+    begins = [min((start for start, stop in own if start < stop), default=math.inf) for own in columns]
+    most = list(accumulate(seen, max))  # so that a search of all ranks before the owner, in vain, is not made
+    hops = []
+    for owner, begin in enumerate(begins):
+        before = range(owner - 1, -1, -1) if owner and most[owner - 1] > begin else ()
+        after = range(len(rows) - 1, owner, -1) if most[-1] > begin else ()
+        last = next((r for r in chain(before, after) if seen[r] > begin), owner)
+        hops.append((last - owner) % len(rows))
+    return tuple(hops)
 
 
 def _shards(layout: AttentionLayout, m: int) -> tuple[tuple[Parts, ...], ...]:
@@ -337,6 +356,7 @@ def _by_heads(layout: AttentionLayout, m: int, mask: ShardTensorSpec | None) -> 
 # The rates are those of a core with the loopback network, and of a current GPU with links to its neighbours.
 _RATES = {"cpu": 50.0}
 _OTHER_RATES = 1000.0
+_SAMPLE = 16  # so many steps of so many ranks stand for all of a larger world
 
 
 def _rate(spec: ShardTensorSpec) -> float:
@@ -359,10 +379,11 @@ def _time_of_ring(layout: AttentionLayout, m: int, shift: int | None, balance: B
     constant = cost_of_exchange(q.mesh.device_type)
     per_query, per_key, per_score = _costs(layout)
     transfer = max(sum(map(length, parts)) for parts in columns) * per_key + constant
+    some = range(0, ranks, -(-ranks // _SAMPLE))
     time = 0.0
-    for step in range(ranks):
-        slowest = max(_scores(rows[r], columns[(r - step) % ranks], shift) for r in range(ranks)) * per_score
-        time += max(slowest, transfer if step < ranks - 1 else 0)
+    for step in some:
+        slowest = max(_scores(rows[r], columns[(r - step) % ranks], shift) for r in some) * per_score
+        time += max(slowest, transfer if step < ranks - 1 else 0) * ranks / len(some)
     if balance is None:
         return time
     largest = [max(length(own) for (own,) in shards) for shards in balance.shards[:2]]
@@ -381,7 +402,8 @@ def _heads_are_faster(layout: AttentionLayout, m: int, shift: int | None) -> boo
     per_query, per_key, per_score = _costs(layout)
     largest = [max(length(own) for (own,) in shards) for shards in (rows, columns)]
     sent = (largest[0] * per_query + largest[1] * per_key) * (ranks - 1) / ranks
-    total = sum(_scores(r, s, shift) for r in rows for s in columns) * per_score
+    everything = ((0, q.shape[_SEQUENCE]),), ((0, layout.targets[1].shape[_SEQUENCE]),)
+    total = _scores(*everything, shift) * per_score
     balances = [None] if shift is None else [None, _balance(layout, m)]
     return sent + 2 * constant + total * largest_share < min(_time_of_ring(layout, m, shift, b) for b in balances)
 

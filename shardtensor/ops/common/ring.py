@@ -64,20 +64,6 @@ class Ring:
         return (self.rank + distance) % len(self.hops)
 
 
-def ring_of(rank: int, ranks: int, needs: Callable[[int, int], bool]) -> Ring:
-    """The ring in which rank ``r`` has to see the block of rank ``s`` where ``needs(r, s)``.
-
-    Example:
-        >>> ring_of(0, 3, lambda r, s: s <= r).hops  # causal: nobody before a block's owner needs it
-        (2, 1, 0)
-    """
-
-    def hops(owner: int) -> int:
-        return max((t for t in range(1, ranks) if needs((owner + t) % ranks, owner)), default=0)
-
-    return Ring(rank, tuple(hops(s) for s in range(ranks)))
-
-
 @dataclass(frozen=True, slots=True)
 class _Step:
     """What one rank sends and gets at one step of a :class:`Trip`.
@@ -337,7 +323,8 @@ class _Round(AutogradFunction):
 
 def _trip(tour: Tour, own: Sequence[Tensor], returning: int) -> Trip:
     """The way of the parts around the ring; what comes home are gradients of such parts."""
-    ring = ring_of(tour.rank, len(tour.intervals), lambda reader, owner: True)
+    ranks = len(tour.intervals)
+    ring = Ring(tour.rank, (ranks - 1,) * ranks)  # every rank needs every part
     shapes = [tuple(resized(own[0].shape, tour.dim, b - a)) for a, b in tour.intervals]
     forms = tuple(tuple((shape, t.dtype) for t in own) for shape in shapes)
     gradients = tuple(((shape, wide_dtype(own[0].dtype)),) * returning for shape in shapes)

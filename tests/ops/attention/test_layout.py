@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import random
+from itertools import pairwise
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -10,6 +13,9 @@ from torch import nn
 from torch.distributed.tensor import Replicate, Shard
 
 import shardtensor
+from shardtensor.layout.intervals import chunk_sizes, intervals_of
+from shardtensor.ops.attention.blockwise import pieces
+from shardtensor.ops.attention.layout import _hops
 from shardtensor.testing import assert_matches_unsharded, count_communication, shard, shared_mesh
 
 ROWS = [Shard(-2)]
@@ -97,3 +103,23 @@ def test_what_follows_is_not_repeated():
     of_queries = 3 * (2 * 64 * 40 * 64 * 64)  # forward, and the gradients of queries and weight
     assert max(map(found.flops, (0, 1))) == (one.flops(0) + of_queries) / 2
     assert "alike" not in found.share()
+
+
+def test_blocks_travel_as_far_as_rows_see_them():
+    """Also past ranks without rows, and in a balanced ring, where each rank has an early and a late part."""
+    random.seed(0)
+
+    def cut(length, ranks):
+        if random.random() < 0.5:
+            parts = intervals_of(chunk_sizes(length, 2 * ranks))
+            return [(parts[r], parts[-1 - r]) for r in range(ranks)]
+        ends = [0, *sorted(random.randint(0, length) for _ in range(ranks - 1)), length]
+        return [(own,) for own in pairwise(ends)]
+
+    for _ in range(2000):
+        ranks, lengths = random.randint(1, 6), (random.randint(0, 20), random.randint(0, 20))
+        shift = random.choice([None, 0, lengths[1] - lengths[0], 3, -3])
+        rows, columns = (cut(length, ranks) for length in lengths)
+        needs = [[pieces(rows[(s + t) % ranks], columns[s], shift) for t in range(ranks)] for s in range(ranks)]
+        expected = tuple(max((t for t in range(1, ranks) if needs[s][t]), default=0) for s in range(ranks))
+        assert _hops(rows, columns, shift) == expected
