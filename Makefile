@@ -17,6 +17,7 @@
 # make vae                       pipelines of diffusers on two processes, vae.png, and a table of all AutoencoderKL*
 # make bench                     all benchmarks; writes benchmarks/results and its pages in docs (25 minutes, idle machine)
 # make bench ARGS="--quick"      a few rounds of each, to see that they run
+# make wheel                     sdist and wheel in dist; then installs a wheel in a clean environment, and runs the quickstart
 # make docs                      the documentation as a site; open docs/_build/index.html
 # make lint | clean
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
@@ -30,7 +31,7 @@ PINNED := pyproject.toml constraints.txt
 # One thread per process: with several ranks on few cores more threads only fight for them.
 export OMP_NUM_THREADS := 1
 
-.PHONY: test test-all test-torch networks shares sweep programs endurance globe brain mesh wind vae bench docs lint clean
+.PHONY: test test-all test-torch networks shares sweep programs endurance globe brain mesh wind vae bench wheel docs lint clean
 
 test: $(VENV)/.installed-test
 	$(VENV)/bin/python -m pytest $(ARGS)
@@ -81,6 +82,11 @@ vae: $(VENV)/.installed-vae
 # Each benchmark starts the processes that it needs.
 bench: $(VENV)/.installed-bench
 	$(VENV)/bin/python benchmarks $(or $(ARGS),--write)
+
+wheel: $(VENV)/.installed-dev
+	rm -rf dist
+	$(VENV)/bin/python -m build
+	$(VENV)/bin/python -m pytest -m '' tests/test_packaging.py $(ARGS)
 
 # Warnings, such as links that lead nowhere, are errors.
 docs: $(VENV)/.installed-docs

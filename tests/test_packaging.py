@@ -14,6 +14,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from pages import Page, shows
 
 import shardtensor
 
@@ -50,11 +51,11 @@ ROOT = Path(__file__).parents[1]
 BUILD = "import sys; from setuptools import build_meta; print(build_meta.{}(sys.argv[1]))"
 
 
-def run_python(*arguments, cwd, **variables):
-    """A fresh interpreter, in which warnings of this package and of NumPy are errors."""
+def run_python(*arguments, cwd, python=sys.executable, timeout=180, **variables):
+    """A fresh interpreter, which finds nothing by this one's variables."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")} | variables
     done = subprocess.run(
-        [sys.executable, *arguments], cwd=cwd, env=environment, capture_output=True, text=True, timeout=180
+        [python, *arguments], cwd=cwd, env=environment, capture_output=True, text=True, timeout=timeout
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done
@@ -147,6 +148,26 @@ def test_the_wheel_runs_without_the_source_tree_and_without_extras(built, tmp_pa
     done = run_python("-c", PROGRAM.format(absent=absent), cwd=tmp_path, PYTHONPATH=str(tmp_path / "site"))
     assert Path(done.stdout.strip()).is_relative_to(tmp_path / "site")
     assert "shardtensor" not in done.stderr
+
+
+@pytest.mark.slow
+def test_a_clean_environment_installs_the_wheel_and_runs_the_quickstart(built, tmp_path):
+    """As a user does: pip takes what the wheel asks for from an index; the repository is nowhere on the path."""
+    _, wheel = built
+    run_python("-m", "venv", str(tmp_path / "env"), cwd=tmp_path)
+    python, empty = tmp_path / "env/bin/python", tmp_path / "empty"
+    empty.mkdir()
+    install = ("-m", "pip", "install", "-qq", "--disable-pip-version-check", "-c", str(ROOT / "constraints.txt"))
+    run_python(*install, str(wheel), cwd=empty, python=python, timeout=1200)
+    page = Page("docs/quickstart.md")
+    program, shown = ("".join(b.text for b in page.blocks if b.language == kind) for kind in ("python", "text"))
+    (empty / "quickstart.py").write_text(program)
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "quickstart.py")
+    assert shows(shown, run_python(*torchrun, cwd=empty, python=python, OMP_NUM_THREADS="1").stdout)
+    (empty / "models.py").write_text("import torch\n\nnet = torch.nn.Conv2d(3, 8, 3, padding=1)\n")
+    preview = "explain models:net --input 1x3x90x180 --mesh 3 --shard 2 --backward".split()
+    shown = run_python("-m", "shardtensor", *preview, cwd=empty, python=python).stdout
+    assert "input (1, 3, 90, 180) float32, dim 2 as [30, 30, 30]" in shown
 
 
 def test_import_registers_all_operators_and_leaves_alone_what_takes_long():
