@@ -17,6 +17,8 @@
 # make vae                       pipelines of diffusers on two processes, vae.png, and a table of all AutoencoderKL*
 # make bench                     all benchmarks; writes benchmarks/results and its pages in docs (25 minutes, idle machine)
 # make bench ARGS="--quick"      a few rounds of each, to see that they run
+# make figures                   the pictures of docs/images, from the results, and from runs of the examples; ARGS="--only memory"
+# make claims                    every figure of the README, with its source
 # make wheel                     sdist and wheel in dist; then installs a wheel in a clean environment, and runs the quickstart
 # make docs                      the documentation as a site; open docs/_build/index.html
 # make lint | clean
@@ -31,7 +33,7 @@ PINNED := pyproject.toml constraints.txt
 # One thread per process: with several ranks on few cores more threads only fight for them.
 export OMP_NUM_THREADS := 1
 
-.PHONY: test test-all test-torch networks shares sweep programs endurance globe brain mesh wind vae bench wheel docs lint clean
+.PHONY: test test-all test-torch networks shares sweep programs endurance globe brain mesh wind vae bench figures claims wheel docs lint clean
 
 test: $(VENV)/.installed-test
 	$(VENV)/bin/python -m pytest $(ARGS)
@@ -46,6 +48,7 @@ test-all: $(VENV)/.installed-test
 # of its own.
 networks: $(NETWORKS)/.installed
 	$(NETWORKS)/bin/python -m pytest -m '' tests/networks $(ARGS)
+	$(if $(ARGS),,cd tests && ../$(NETWORKS)/bin/python -m networks.count)
 
 # Counts of previews, which a busy machine does not change.
 shares: $(NETWORKS)/.installed
@@ -82,6 +85,12 @@ vae: $(VENV)/.installed-vae
 # Each benchmark starts the processes that it needs.
 bench: $(VENV)/.installed-bench
 	$(VENV)/bin/python benchmarks $(or $(ARGS),--write)
+
+figures: $(foreach extra,bench examples brain mesh vae wind,$(VENV)/.installed-$(extra))
+	$(VENV)/bin/python benchmarks/figures.py $(ARGS)
+
+claims:
+	@$(PYTHON) benchmarks/claims.py
 
 wheel: $(VENV)/.installed-dev
 	rm -rf dist

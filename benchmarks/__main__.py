@@ -1,6 +1,6 @@
 """All benchmarks, one after the other: a table of figures next to their bars, a JSON file, and plots.
 
-    python benchmarks                        all parts; writes benchmarks/results (about 25 minutes on 2 idle cores)
+    python benchmarks                        all parts; writes benchmarks/results (about 30 minutes on 2 idle cores)
     python benchmarks --only networks scale  these parts; the others' figures stay as they were
     python benchmarks --quick                a few rounds of everything, to see that it runs; writes nothing
     python benchmarks --only --write         runs nothing; brings the pages in docs up to date with the results
@@ -29,7 +29,7 @@ DOCS = FOLDER.parent / "docs"
 MARKS = "<!-- begin: written by python benchmarks --write -->", "<!-- end -->"
 PARTS = (
     *("house", "host", "kernels", "half", "messages", "overhead", "operators", "networks", "compile", "memory"),
-    *("graphs", "flex", "scale", "neighbors", "autoencoders"),
+    *("graphs", "flex", "scale", "neighbors", "autoencoders", "capacity"),
 )
 ON_DEVICES = ("host", "operators", "networks", "compile")  # the others measure the host and its memory
 

@@ -49,10 +49,10 @@ class Network:
         return tuple(n // 2 if dim == self.dim else n for dim, n in enumerate(self.shape))
 
 
-def globe() -> nn.Module:
+def globe(width: int = 8) -> nn.Module:
     from model import UNet  # examples/globe
 
-    return UNet()
+    return UNet(width=width)
 
 
 def unet_3d() -> nn.Module:

@@ -1,4 +1,4 @@
-"""Other packages that shard an input. None is a dependency: their rows say "not installed" where they are missing."""
+"""Other packages that shard an input. None is a dependency: the pages leave out the rows of those that are missing."""
 
 from __future__ import annotations
 

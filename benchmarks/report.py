@@ -118,9 +118,9 @@ def table(figures: Sequence[Figure]) -> str:
 
 
 def markdown(figures: Sequence[Figure]) -> str:
-    """The same as Markdown tables, one per group."""
+    """The same as Markdown tables, one per group, without rows that have no value."""
     blocks = []
-    for group, rows in by_group(figures).items():
+    for group, rows in by_group(figure for figure in figures if figure.value is not None).items():
         lines = [f"### {group}", "", "| | value | bar | | best (median) |", "|---|--:|--:|---|---|"]
         lines += ["| " + " | ".join(cell.replace("|", "\\|") for cell in cells(figure)) + " |" for figure in rows]
         blocks.append("\n".join(lines))

@@ -165,7 +165,7 @@ def test_a_clean_environment_installs_the_wheel_and_runs_the_quickstart(built, t
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "quickstart.py")
     assert shows(shown, run_python(*torchrun, cwd=empty, python=python, OMP_NUM_THREADS="1").stdout)
     (empty / "models.py").write_text("import torch\n\nnet = torch.nn.Conv2d(3, 8, 3, padding=1)\n")
-    preview = "explain models:net --input 1x3x90x180 --mesh 3 --shard 2 --backward".split()
+    preview = ("explain", "models:net", "--input", "1x3x90x180", "--mesh", "3", "--shard", "2", "--backward")
     shown = run_python("-m", "shardtensor", *preview, cwd=empty, python=python).stdout
     assert "input (1, 3, 90, 180) float32, dim 2 as [30, 30, 30]" in shown
 
