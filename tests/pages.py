@@ -6,6 +6,8 @@ Comments in a page, which readers do not see, say what else there is to know:
 
 - ``<!-- ranks: 4 -->``: on how many ranks the page's blocks run; 2 by default, 0 for a process without a process group.
 - ``<!-- needs: zarr, torch>=2.13 -->`` before a block: it is left out where one of these is not installed.
+
+A ``diff`` block is a program, too: the one that it leads to.
 """
 
 from __future__ import annotations
@@ -44,7 +46,14 @@ class Block:
 
     @property
     def can_run(self) -> bool:
-        return all(map(installed, self.needs))
+        return self.language in ("python", "diff") and all(map(installed, self.needs))
+
+    @property
+    def program(self) -> str:
+        """What is run of it; of a diff the new lines, and in the place of each old one an empty line."""
+        if self.language != "diff":
+            return self.text
+        return "".join("\n" if line[0] == "-" else line[1:] or "\n" for line in self.text.splitlines(keepends=True))
 
 
 def installed(requirement: str) -> bool:
@@ -87,7 +96,7 @@ class Page:
         return tuple(
             (block, then.text if then and then.follows and then.language == "text" else None)
             for block, then in zip(self.blocks, after)
-            if block.language == "python" and block.can_run
+            if block.can_run
         )
 
     @cached_property
@@ -176,7 +185,7 @@ def _run(page: Page, lines: Sequence[int] | None) -> Ran:
 
 def outcome(page: Page, block: Block, shown: str | None, names: dict[str, Any]) -> tuple[str, str | None]:
     """What a block prints and raises; errors that the page does not show end the page."""
-    code = compile("\n" * (block.line - 1) + block.text, str(page.path), "exec")
+    code = compile("\n" * (block.line - 1) + block.program, str(page.path), "exec")
     with redirect_stdout(io.StringIO()) as printed:
         try:
             exec(code, names)

@@ -6,6 +6,7 @@ import copy
 import importlib
 import importlib.util
 import json
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -63,6 +64,7 @@ def test_verdicts_are_next_to_bars(module):
     assert "not there - <= 0.50x it is not installed" in lines
     assert report.table(rows).endswith("2 of 4 bars met")
     assert "| fast enough | 1.60x | >= 1.60x | met |  |" in report.markdown(rows)
+    assert "not there" not in report.markdown(rows)
 
 
 def test_what_is_written_is_read(module, tmp_path):
@@ -222,3 +224,62 @@ def test_each_part_runs(script, tmp_path):
     command = [sys.executable, BENCHMARKS / f"bench_{script}.py", "--quick", "--only", only, "--json", file]
     subprocess.run(command, check=True, timeout=300)
     assert any(row["value"] is not None for row in json.loads(file.read_text())["figures"])
+
+
+# -- the README -------------------------------------------------------------------------------------------------------
+
+# Numbers of its prose that are no results: versions, numbers of ranks, sizes of devices, what its commands take.
+VERSIONS = {"2.0", "2.2.2", "2.3", "2.11", "2.13", "2.15", "3.10", "2026"}
+NO_RESULTS = {"1", "2", "3", "4", "8", "10", "24", "64", "80", "200"} | VERSIONS
+
+
+def numbers(text):
+    return set(re.findall(r"\d[\d,.]*\d%?|\d%?", text))
+
+
+def test_the_readme_holds_the_results_and_no_other_figure(module):
+    readme, claims = (ROOT / "README.md").read_text(), module("claims").claims()
+    on_one_line = " ".join(readme.split())
+    missing = [f"{claim} ({source})" for claim, source in claims if " ".join(claim.split()) not in on_one_line]
+    assert not missing, "make claims has others:\n" + "\n".join(missing)
+    prose = re.sub(r"^ *```.*?^ *```$|\]\([^)]*\)", "", readme, flags=re.M | re.S)
+    assert not numbers(prose) - NO_RESULTS - numbers(" ".join(claim for claim, _ in claims))
+
+
+@pytest.mark.slow
+def test_what_a_rank_holds_is_what_was_counted(module, tmp_path):
+    """The network that needs no other package."""
+    main, file = module("__main__"), tmp_path / "figures.json"
+    command = [sys.executable, BENCHMARKS / "bench_capacity.py", "--quick", "--only", "image", "--json", file]
+    subprocess.run(command, check=True, timeout=900)
+    stored = {row.name: row.value for row in main.figures_of(main.stored(main.RESULTS))}
+    counted = json.loads(file.read_text())["figures"]
+    assert len(counted) == 12
+    assert {row["name"]: row["value"] for row in counted} == {row["name"]: stored[row["name"]] for row in counted}
+
+
+def test_networks_are_counted_by_their_package():
+    spec = importlib.util.spec_from_file_location("count_of_networks", ROOT / "tests/networks/count.py")
+    count = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(count)
+    file = "tests/networks/test_{}.py::test_networks_are_exact[{}]"
+    tests = [file.format("timm", "vgg"), file.format("monai", "UNet"), file.format("audio", "julius, low pass"), ""]
+    tests += [file.format("example_jobs", "2"), file.format("monai_tools", "a"), tests[0].replace("exact", "refused")]
+    assert count.counted(tests) == {"timm": 1, "MONAI": 2, "julius": 1}
+    counts = json.loads(count.RESULTS.read_text())["networks"]
+    assert list(counts.values()) == sorted(counts.values(), reverse=True)
+
+
+def test_pictures_are_small():
+    for picture in (ROOT / "docs/images").iterdir():
+        assert picture.stat().st_size < 200_000, picture.name
+
+
+def test_charts_and_drawings_are_drawn(tmp_path):
+    """What takes no run of a network."""
+    pytest.importorskip("matplotlib")
+    names = ("memory", "largest", "scaling", "halo-steps", "ring", "fft")
+    command = [sys.executable, BENCHMARKS / "figures.py", "--folder", tmp_path, "--only", *names]
+    subprocess.run(command, check=True, timeout=300)
+    assert sorted(path.stem for path in tmp_path.iterdir()) == sorted(names)
+    assert set(names) <= {path.stem for path in (ROOT / "docs/images").iterdir()}
