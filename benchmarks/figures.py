@@ -69,12 +69,15 @@ def by_ranks(axes: Any, title: str, label: str) -> None:
 
 def memory(path: Path) -> None:
     figure, axes = pyplot.subplots(figsize=(7.5, 4), layout="constrained")
-    for rows, color in zip(by_case(GROUP).values(), (BLUE, ORANGE, GREEN)):
+    places = ((0, 6), (0, -12), (14, -3))  # of numbers, where lines are close to each other
+    for rows, color, place in zip(by_case(GROUP).values(), (BLUE, ORANGE, GREEN), places):
         values = [row.value for row in rows.values()]
         title = rows[1].name.rpartition(":")[0]
         axes.plot(list(rows), values, marker="o", color=color, label=title)
         for ranks, value in zip(rows, values):
-            axes.annotate(f"{value:.1f}", (ranks, value), (0, 6), textcoords="offset points", fontsize=7, ha="center")
+            shown = {"textcoords": "offset points", "fontsize": 7, "ha": "center", "color": color}
+            axes.annotate(f"{value:.1f}", (ranks, value), place, **shown)
+    axes.set_xlim(0.9, 9.5)
     for device in DEVICES:
         axes.axhline(device, color="black", linestyle="--", linewidth=1)
         axes.annotate(f"{device} GB device", (8, device), (0, 3), textcoords="offset points", fontsize=8, ha="right")
