@@ -270,6 +270,15 @@ def test_networks_are_counted_by_their_package():
     assert list(counts.values()) == sorted(counts.values(), reverse=True)
 
 
+def test_what_the_readme_says_of_a_peer_was_seen():
+    content = json.loads((BENCHMARKS / "results/peers.json").read_text())
+    rows = {(row["program"], *row["shards"]): row["PhysicsNeMo"] for row in content["rows"]}
+    assert {row["shardtensor"] for row in content["rows"]} == {"right"}
+    assert rows["convolution, 3 x 3, stride 2", 9, 7] == "another shape"
+    assert rows["mean squared error", 12, 4] == "other numbers"
+    assert f"ShardTensor {content['about']['physicsnemo']}" in (ROOT / "README.md").read_text()
+
+
 def test_pictures_are_small():
     for picture in (ROOT / "docs/images").iterdir():
         assert picture.stat().st_size < 200_000, picture.name
