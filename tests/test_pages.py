@@ -96,16 +96,18 @@ def test_code_runs_as_printed(page, device_of_ranks, tmp_path):
         assert len(kinds) == 1, f"{where}: {kinds}"
 
 
-@pytest.mark.parametrize("name, times", [("quickstart", 1), pytest.param("tutorial", 2, marks=pytest.mark.slow)])
+STARTED = [("README.md", 1), ("docs/quickstart.md", 1), pytest.param("docs/tutorial.md", 2, marks=pytest.mark.slow)]
+
+
+@pytest.mark.parametrize("name, times", STARTED)
 def test_programs_by_torchrun(name, times, tmp_path):
     """As a reader runs them, and runs them again: the blocks in a file, torchrun, and what the page shows."""
-    page = Page(f"docs/{name}.md")
-    program, shown = (
-        [block.text for block in page.blocks if block.language == language] for language in ("python", "text")
-    )
-    (tmp_path / f"{name}.py").write_text("\n".join(program))
+    page = Page(name)
+    program = [block.program for block in page.blocks if block.language in ("python", "diff")]
+    shown = [block.text for block in page.blocks if block.language == "text"]
     (command,) = (line for block in page.blocks for line in block.text.splitlines() if line.startswith("torchrun "))
     torchrun = [sys.executable, "-m", "torch.distributed.run", *command.split()[1:]]
+    (tmp_path / torchrun[-1]).write_text("\n".join(program))
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     for _ in range(times):
         done = subprocess.run(torchrun, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=180)
