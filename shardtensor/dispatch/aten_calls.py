@@ -32,8 +32,8 @@ from ..context import gather_allowed
 from ..errors import UnsupportedSharding, different_meshes, refuse
 from ..layout.spec import ShardTensorSpec
 from ..layout.strides import apart
+from ..ranks.compared_operands import PlainOperands
 from ..ranks.history import here
-from ..ranks.plain_operands import PlainOperands
 from .copied_views import Back, Moved, check_written, note_copies, note_write, represents_view
 from .gathering import STRIDED, gathered
 from .index_findings import INDICES, note_views, raise_versions

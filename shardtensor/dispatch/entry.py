@@ -14,8 +14,8 @@ from .._compat.functorch import forward_mode
 from ..context import gather_allowed
 from ..errors import PLAIN_TARGET, UnsupportedSharding, refuse
 from ..layout.spec import ShardTensorSpec
+from ..ranks.compared_operands import forget_operands, note_operand
 from ..ranks.history import here
-from ..ranks.plain_operands import forget_operands, note_operand
 from . import transform_levels
 from .aten_calls import run
 from .copied_views import mark_copied

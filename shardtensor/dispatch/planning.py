@@ -41,7 +41,7 @@ from ..errors import UnsupportedSharding, refuse
 from ..layout import caches
 from ..layout.placements import AxisLayout, without_owners
 from ..layout.spec import ShardTensorSpec
-from ..ranks.plain_operands import PlainOperands
+from ..ranks.compared_operands import PlainOperands
 from .copied_views import check_current
 from .registry import META_FUNCTIONS
 

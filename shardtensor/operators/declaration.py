@@ -30,9 +30,9 @@ from ..dispatch.registry import DECLINED, declare, declare_rule
 from ..dispatch.tensor import ShardTensor, redistribute_to, to_part
 from ..errors import UnsupportedSharding, refuse
 from ..layout.dtypes import wide_dtype
+from ..ranks.compared_operands import PlainOperands
 from ..ranks.failures import note_raised
 from ..ranks.history import here
-from ..ranks.plain_operands import PlainOperands
 from .arguments import (
     Arguments,
     Builder,

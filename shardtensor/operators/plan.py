@@ -22,9 +22,9 @@ from ..dispatch.tensor import ShardTensor, as_gradient, from_part, placements_of
 from ..errors import UnsupportedSharding
 from ..layout.spec import ShardTensorSpec
 from ..layout.strides import apart
+from ..ranks.compared_operands import PlainOperands
 from ..ranks.failures import note_raised
 from ..ranks.history import here
-from ..ranks.plain_operands import PlainOperands
 from .autocast import without_autocast
 
 # Where a call has an argument that holds tensors: the place of one among the call's tensors, or those of a list; None

@@ -31,9 +31,9 @@ from ..layout.intervals import aligned_sizes
 from ..layout.placements import ShardSizes, mesh_dim_of
 from ..layout.spec import ShardTensorSpec
 from ..ranks.agreement import compare_histories, gather_over_mesh, record_over_mesh
+from ..ranks.compared_operands import CALLS, wanted
 from ..ranks.debug_mode import debug_enabled
 from ..ranks.equal_values import Copy, compare
-from ..ranks.plain_operands import CALLS, wanted
 from .styled_methods import Style, apply_style
 
 # One placement per mesh dim.

@@ -39,6 +39,7 @@ from ..layout.placements import (
 )
 from ..layout.spec import ShardTensorSpec
 from ..layout.strides import as_bytes, stride_like
+from .compared_operands import note_copies
 from .cuda_graphs import check_not_captured, is_capturing
 from .debug_mode import debug_enabled
 from .differences import by_rank, check_equal, first_difference
@@ -55,7 +56,6 @@ from .history import (
     values_compared,
 )
 from .integer_rows import alike, gather_rows, gather_texts
-from .plain_operands import note_copies
 from .summaries import digest_of_some
 from .waiting import wait_for
 

@@ -15,9 +15,9 @@ from ..errors import MOVE_THE_MODEL
 from ..layout.placements import check_in_mesh, first_rank, given_mesh
 from ..layout.strides import as_bytes
 from .agreement import check_same, compare_histories
+from .compared_operands import note_held
 from .failures import communicating
 from .history import MOST_VALUES
-from .plain_operands import note_held
 
 
 class Copy(NamedTuple):

@@ -3,10 +3,10 @@
 [Note: failures] When a rank dies, its peers learn from the transport that a connection was closed, or nothing at all
 until a timeout. The peers of these ranks learn it from them. None of it names a rank. So each rank that fails says so
 in the store by which the ranks found each other (torchrun's, which outlives its ranks; or that of rank 0): where it
-was, what it waited for, what it raised. A rank whose communication fails looks there for some seconds. The ranks that
-have said nothing were killed, hang, or are out of reach. If the store itself is on a host that is out of reach, nothing
-is heard of any rank. But whoever started the ranks has told each of them how many ranks its host has. These have
-consecutive numbers, so a rank can say which ones are elsewhere.
+was, what it waited for, what it raised. A rank whose communication fails, or takes longer than the process group's
+timeout, looks there for some seconds. The ranks that have said nothing were killed, hang, or are out of reach. If the
+store itself is on a host that is out of reach, nothing is heard of any rank. But whoever started the ranks has told
+each of them how many ranks its host has. These have consecutive numbers, so a rank can say which ones are elsewhere.
 
 A rank that raises inside of an operator, and whose program goes on, leaves the others waiting in that operator. A rank
 that waits for longer than a second looks into the store now and then. If another rank has raised in the very operator,

@@ -18,8 +18,8 @@ from ...errors import UnsupportedSharding, refuse
 from ...layout.dtypes import wide_dtype
 from ...layout.placements import AxisLayout
 from ...layout.spec import ShardTensorSpec
+from ...ranks.compared_operands import note_operand
 from ...ranks.history import here
-from ...ranks.plain_operands import note_operand
 
 # What an exchange takes besides its bytes, in bytes: with the loopback network, and between current GPUs.
 _EXCHANGE = {"cpu": 1 << 18}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,17 +11,14 @@ from torch.distributed.tensor import DTensor
 
 from ..._compat import OpOverload, counting_writes
 from ..._compat.c10d import group_along
-from ...communication.redistribute import all_reduce, redistribute_local
+from ...communication.redistribute import all_reduce
 from ...dispatch.index_findings import raise_versions
 from ...dispatch.planning import AtenCall, AtenPlan, Path, Rule, is_inplace, meta_of, on_meta, spec_of
 from ...dispatch.registry import default_rule, register, rule_of
-from ...dispatch.tensor import wrap
 from ...errors import refuse
-from ...layout.dtypes import wide_dtype
 from ...layout.placements import AxisLayout
 from ...layout.spec import ShardTensorSpec
 from ...layout.strides import with_stride
-from ..common.reduce import neutral_element
 
 _aten = torch.ops.aten
 
@@ -106,51 +102,6 @@ def _item(op: OpOverload, args: Sequence[Any], i: int) -> tuple[tuple[Any, ...],
     arguments = op._schema.arguments
     n = sum(not a.kwarg_only for a in arguments)
     return tuple(own[:n]), dict(zip((a.name for a in arguments[n:]), own[n:]))
-
-
-# -- norms -------------------------------------------------------------------------------------------------------------
-
-
-def _declare_norms(op: OpOverload, rooted: bool) -> None:
-    @register(op)
-    def norms(tensors: Sequence[Tensor], ord: float = 2, dtype: torch.dtype | None = None) -> list[Tensor]:
-        """Norms, or sums of powers where they are not ``rooted``; one all-reduce for all that the same ranks share."""
-        kind = {math.inf: "max", -math.inf: "min"}.get(ord, "sum") if rooted else "sum"
-        power = ord if kind == "sum" and ord else 1
-        specs = [spec_of(t).for_gradient() if isinstance(t, DTensor) else None for t in tensors]
-        found: list[Tensor] = []
-        together: dict[Any, list[int]] = {}
-        for i, (t, spec) in enumerate(zip(tensors, specs, strict=True)):
-            own = t if spec is None else redistribute_local(_local(t), spec_of(t), spec)
-            given = dtype or t.dtype
-            wide = wide_dtype(given)
-            own = own.to(given).to(wide)
-            if not own.numel():
-                part = own.new_full((), neutral_element(kind, wide.to_real()), dtype=wide.to_real())
-            elif rooted:
-                part = torch.linalg.vector_norm(own, ord)
-                part = part if power == 1 else part.pow(power)
-            else:
-                part = own.abs().pow(ord).sum()
-            found.append(part)
-            if spec is not None and spec.sharded_dims():
-                together.setdefault((spec.mesh, (*spec.sharded_dims().values(),), part.dtype), []).append(i)
-        for (mesh, over, _), places in together.items():
-            values = torch.stack([found[i] for i in places])
-            for m in over:
-                values = all_reduce(values, group_along(mesh, m), kind)
-            for i, value in zip(places, values.unbind(), strict=True):
-                found[i] = value
-        for i, (t, spec) in enumerate(zip(tensors, specs, strict=True)):
-            value = found[i].pow(1 / power) if rooted and power != 1 else found[i]
-            value = value.to((dtype or t.dtype).to_real())
-            found[i] = value if spec is None else wrap(value, spec.replicated().replace(meta=meta_of(value)))
-        return found
-
-
-for _name in ("_foreach_norm", "_foreach_powsum"):
-    if hasattr(_aten, _name):
-        _declare_norms(getattr(_aten, _name).Scalar, _name == "_foreach_norm")
 
 
 # -- fused optimizers --------------------------------------------------------------------------------------------------

@@ -1,21 +1,26 @@
 """Norms of vectors and matrices, and ``dist`` and ``renorm``: a sum of powers, reduced, and its root.
 
 The norms of matrices that are made of singular values are taken of many matrices; the others are sums and extremes.
+``clip_grad_norm_`` asks for the norms of all gradients at once.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
-from ..._compat import decomposition
-from ...dispatch.planning import AtenCall, AtenPlan, argument, meta_of
+from ..._compat import OpOverload, decomposition
+from ..._compat.c10d import group_along
+from ...communication.redistribute import all_reduce, redistribute_local
+from ...dispatch.planning import AtenCall, AtenPlan, argument, meta_of, spec_of
 from ...dispatch.registry import DECLINED, register
-from ...dispatch.tensor import ShardTensor, from_part
+from ...dispatch.tensor import ShardTensor, from_part, wrap
 from ...layout.intervals import map_boundaries
 from ...layout.placements import AxisLayout
 from ...layout.spec import ShardTensorSpec
@@ -195,3 +200,50 @@ def plan_pdist(call: Arguments, input: ShardTensorSpec, p: float = 2) -> Compose
         return from_part(values, spec.with_layout([above_diagonal(axis) for axis in spec.layout], meta))
 
     return Composed(distances)
+
+
+# -- of lists of tensors, such as the gradients of clip_grad_norm_ -----------------------------------------------------
+
+
+def _declare_norms(op: OpOverload, rooted: bool) -> None:
+    @register(op)
+    def norms(tensors: Sequence[Tensor], ord: float = 2, dtype: torch.dtype | None = None) -> list[Tensor]:
+        """Norms, or sums of powers where they are not ``rooted``; one all-reduce for all that the same ranks share."""
+        kind = {math.inf: "max", -math.inf: "min"}.get(ord, "sum") if rooted else "sum"
+        power = ord if kind == "sum" and ord else 1
+        specs = [spec_of(t).for_gradient() if isinstance(t, DTensor) else None for t in tensors]
+        found: list[Tensor] = []
+        together: dict[Any, list[int]] = {}
+        for i, (t, spec) in enumerate(zip(tensors, specs, strict=True)):
+            own = t
+            if isinstance(t, DTensor) and spec is not None:
+                own = redistribute_local(t._local_tensor, spec_of(t), spec)
+            given = dtype or t.dtype
+            wide = wide_dtype(given)
+            own = own.to(given).to(wide)
+            if not own.numel():
+                part = own.new_full((), neutral_element(kind, wide.to_real()), dtype=wide.to_real())
+            elif rooted:
+                part = torch.linalg.vector_norm(own, ord)
+                part = part if power == 1 else part.pow(power)
+            else:
+                part = own.abs().pow(ord).sum()
+            found.append(part)
+            if spec is not None and spec.sharded_dims():
+                together.setdefault((spec.mesh, (*spec.sharded_dims().values(),), part.dtype), []).append(i)
+        for (mesh, over, _), places in together.items():
+            values = torch.stack([found[i] for i in places])
+            for m in over:
+                values = all_reduce(values, group_along(mesh, m), kind)
+            for i, value in zip(places, values.unbind(), strict=True):
+                found[i] = value
+        for i, (t, spec) in enumerate(zip(tensors, specs, strict=True)):
+            value = found[i].pow(1 / power) if rooted and power != 1 else found[i]
+            value = value.to((dtype or t.dtype).to_real())
+            found[i] = value if spec is None else wrap(value, spec.replicated().replace(meta=meta_of(value)))
+        return found
+
+
+for _name in ("_foreach_norm", "_foreach_powsum"):
+    if hasattr(_aten, _name):
+        _declare_norms(getattr(_aten, _name).Scalar, _name == "_foreach_norm")

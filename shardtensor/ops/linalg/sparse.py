@@ -40,8 +40,8 @@ from ...layout.placements import AxisLayout
 from ...layout.spec import ShardTensorSpec
 from ...layout.strides import contiguous_stride
 from ...operators.arguments import common_mesh
+from ...ranks.compared_operands import note_operand
 from ...ranks.cuda_graphs import is_capturing
-from ...ranks.plain_operands import note_operand
 from ..common.alignment import as_operand
 from ..common.named_dims import Form, arrange
 

@@ -84,7 +84,7 @@ def operands_differ(what, mode):
 @pytest.mark.parametrize("what", OPERANDS)
 def test_operands_that_differ_are_told_on_every_rank(what, mode):
     for error in run_expecting_errors(operands_differ, 2, what, mode):
-        where = r"tensors differ between ranks: the plain (tensor|parameter) of [\w.]+ \(.*test_plain_operands.py:"
+        where = r"tensors differ between ranks: the plain (tensor|parameter) of [\w.]+ \(.*test_compared_operands.py:"
         with pytest.raises(RuntimeError, match=where):
             raise error
         assert "Call torch.manual_seed" in str(error) and "All numbers since then may be wrong" in str(error)
