@@ -6,11 +6,14 @@ import sys
 
 import pytest
 import torch
+from on_ranks import on_ranks
 from torch import nn
+from torch.distributed.tensor import Shard
 from torch.utils.checkpoint import checkpoint
 
 import shardtensor
 from shardtensor.__main__ import main
+from shardtensor.testing import shard, shared_mesh
 
 
 def convolutions():
@@ -47,6 +50,53 @@ def test_a_divided_network_has_its_part(sizes):
     assert found.excess.work == pytest.approx(1.0, abs=1e-6)
     assert 1.0 <= found.excess.kept < 1.02, found.share()
     assert "alike" not in found.share() and found.share().count("\n") == 0
+
+
+class Stages(nn.Module):
+    """A U-Net whose deepest stage has a 16th of the rows."""
+
+    def __init__(self, channels=4):
+        super().__init__()
+        widths = [channels * 2**i for i in range(5)]
+        pairs = list(zip(widths, widths[1:]))
+        self.down = nn.ModuleList([nn.Conv2d(a, b, 3, 2, 1) for a, b in pairs])
+        self.up = nn.ModuleList([nn.ConvTranspose2d(b, a, 2, 2) for a, b in pairs])
+        self.join = nn.ModuleList([nn.Conv2d(2 * a, a, 3, padding=1) for a, _ in pairs])
+
+    def forward(self, x):
+        skips = []
+        for down in self.down:
+            skips.append(x)
+            x = down(x).relu()
+        for up, join in zip(self.up[::-1], self.join[::-1]):
+            x = join(torch.cat([up(x), skips.pop()], 1)).relu()
+        return x
+
+
+def test_a_stage_of_one_row_leaves_the_others_divided():
+    """One rank computes it, and the skip connections bring the rows back to all."""
+    found = explained(Stages(), (1, 4, 16, 64), 2, 2)
+    assert next(layer.layout for layer in found.layers if layer.path == "down.3") == "S(2)[1, 0]"
+    assert next(layer.layout for layer in found.layers if layer.path == "join.3") == "S(2)[1, 1]"
+    assert found.excess.work < 1.15
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@on_ranks("ranks")
+def test_a_stage_of_fewer_rows_than_ranks_is_exact(ranks):
+    torch.manual_seed(0)
+    model, x = Stages().double(), torch.randn(2, 4, 16, 32, dtype=torch.float64)
+    whole = x.clone().requires_grad_()
+    model(whole).square().sum().backward()
+    expected = [whole.grad, *(p.grad.clone() for p in model.parameters())]
+    model.zero_grad()
+    shards = shard(x, shared_mesh(ranks), [Shard(2)], requires_grad=True)
+    y = model(shards)
+    assert y.shard_sizes == shards.shard_sizes
+    y.square().sum().backward()
+    found = [shards.grad.full_tensor(), *(p.grad for p in model.parameters())]
+    for mine, one in zip(found, expected, strict=True):
+        torch.testing.assert_close(mine, one, rtol=1e-10, atol=1e-12)
 
 
 def test_repeated_work_is_named_with_its_source():

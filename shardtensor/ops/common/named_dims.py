@@ -18,11 +18,13 @@ sliced in all of them.
 All mesh dims are decided together: of all combinations of ways the one that gathers the fewest operands, and then sends
 the fewest bytes, all ranks together. Of equal ones it is that of the first operand, unless its shards are much coarser
 and along other labels: a residual connection brings what attention has left in shards of two frames back to shards of
-many rows. Of two operands that may be sent around it is the second one, unless it is half as large again as the first.
-A sum that is larger than the operands' shards counts as its all-reduce would. So where sharded features meet a
-replicated weight, rows are sharded instead. To a fresh label an operand is resharded only if it is at least as long as
-there are ranks; to one that is summed over only if the sum, which every rank holds in full, is no larger than the
-operands' shards. So no rank ever holds more than its part of operands and result (a Partial aside) and one more shard.
+many rows. Along the same labels much more even shards are worth twice the bytes: the skip connection of a U-Net brings
+the rows of a deep stage, which has fewer of them than there are ranks, back to all ranks. Of two operands that may be
+sent around it is the second one, unless it is half as large again as the first. A sum that is larger than the operands'
+shards counts as its all-reduce would. So where sharded features meet a replicated weight, rows are sharded instead. To
+a fresh label an operand is resharded only if it is at least as long as there are ranks; to one that is summed over only
+if the sum, which every rank holds in full, is no larger than the operands' shards. So no rank ever holds more than its
+part of operands and result (a Partial aside) and one more shard.
 """
 
 from __future__ import annotations
@@ -50,7 +52,8 @@ from ...layout.strides import contiguous_stride
 # size.
 _ROWS_PREFERRED = 1.5
 
-_MUCH_LESS = 0.8  # coarse, of shards that move as many bytes
+_MUCH_LESS = 0.8  # coarse
+_MORE_BYTES = 2.0  # are worth it
 
 Label = Hashable
 Labels = Sequence[Label]
@@ -258,6 +261,10 @@ class _Found:
 
     def is_better(self, other: _Found) -> bool:
         """Than one that comes first."""
+        if self.gathers == other.gathers and self._labels() == other._labels():
+            for one, another in ((self, other), (other, self)):
+                if is_worth_evening(one._coarseness(), one.cost, another._coarseness(), another.cost):
+                    return one is self
         mine, others = ((x.gathers, x.cost, x._count_of_sent()) for x in (self, other))
         if mine != others or self._labels() == other._labels():
             return mine < others
@@ -273,8 +280,17 @@ class _Found:
         return sum(option is not None and option.axis.sent is not None for option in self.options)
 
     def _coarseness(self) -> float:
-        """The largest share that a rank has, if boundaries are off by one: what follows moves them by a few."""
-        return math.prod((max(along.sizes) + 1) / max(1, sum(along.sizes)) for along in self._along())
+        return math.prod(coarseness(along.sizes) for along in self._along())
+
+
+def coarseness(sizes: Sequence[int]) -> float:
+    """The largest share that a rank has, if boundaries are off by one: what follows moves them by a few."""
+    return (max(sizes) + 1) / max(1, sum(sizes))
+
+
+def is_worth_evening(coarse: float, cost: float, other_coarse: float, other_cost: float) -> bool:
+    """Whether shards are so much more even than others along the same dims that the bytes they cost are worth it."""
+    return coarse < _MUCH_LESS * other_coarse and cost <= _MORE_BYTES * other_cost
 
 
 @dataclass(slots=True)

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.distributed.tensor import Shard
 
 from ..._compat.c10d import group_along
+from ...communication.redistribute import bytes_between
 from ...dispatch.planning import AtenCall, AtenPlan, Path, argument, meta_of
 from ...dispatch.registry import DECLINED
 from ...dispatch.tensor import redistribute_to
@@ -22,6 +23,7 @@ from ...layout.placements import AxisLayout
 from ...layout.spec import ShardTensorSpec
 from ...operators.declaration import Arguments, Composed, operator
 from ..common.alignment import plain_operands, with_own_parts
+from ..common.named_dims import coarseness, is_worth_evening
 from .view import Assembly, carry, wrap_dim
 
 _aten = torch.ops.aten
@@ -93,7 +95,7 @@ def _join(call: AtenCall) -> AtenPlan:
     candidates = [specs[0, i] for i in joined if (0, i) not in plain]
     if not candidates:
         raise call.refuse("all tensors to be joined are empty", "leave them out")
-    pattern = _pattern(candidates)
+    pattern = _pattern(candidates, -1 if stacks else dim)
     m = None if stacks else pattern.sharded_dims().get(dim)
     layouts = {i: _operand_layout(specs[0, i], pattern, dim, m) for i in joined}
     if m is not None:
@@ -146,16 +148,30 @@ def _along_sharded(
     return out, join
 
 
-def _pattern(specs: Sequence[ShardTensorSpec]) -> ShardTensorSpec:
-    """On each mesh dim the sharding of the first tensor that has one there."""
+def _pattern(specs: Sequence[ShardTensorSpec], dim: int) -> ShardTensorSpec:
+    """On each mesh dim the sharding of the first tensor that has one there, or of one with much more even shards.
+
+    Those of ``dim``, along which they are joined, stay as they are; -1: there is no such dim.
+    """
     pattern = specs[0]
     for m in range(pattern.mesh.ndim):
         taken = [d for d, k in pattern.sharded_dims().items() if k != m]
-        axes = (spec.layout[m] for spec in specs)
-        found = next((a for a in axes if isinstance(a.placement, Shard) and a.placement.dim not in taken), None)
-        if found is not None:
-            pattern = pattern.with_axes({m: found})
+        axes = dict.fromkeys(spec.layout[m] for spec in specs)
+        free = [a for a in axes if isinstance(a.placement, Shard) and a.placement.dim not in taken]
+        if not free:
+            continue
+        first = free[0].placement
+        alike = free[:1] if first.is_shard(dim) else [a for a in free if a.placement == first]
+        best, *others = ((coarseness(a.sizes or (0,)), _bytes_to(specs, m, a), a) for a in alike)
+        for other in others:
+            best = other if is_worth_evening(*other[:2], *best[:2]) else best
+        pattern = pattern.with_axes({m: best[2]})
     return pattern
+
+
+def _bytes_to(specs: Sequence[ShardTensorSpec], m: int, axis: AxisLayout) -> int:
+    """What all ranks send to shard these tensors like that on a mesh dim."""
+    return sum(bytes_between(spec, spec.with_axes({m: axis})) for spec in specs)
 
 
 def _operand_layout(spec: ShardTensorSpec, pattern: ShardTensorSpec, dim: int, m: int | None) -> ShardTensorSpec:
