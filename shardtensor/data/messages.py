@@ -62,7 +62,11 @@ def describe(batch: PyTree, layout: Layout, tensors: list[Tensor], pickled: bool
                 return leaf
             raise cannot_send(leaf)
         if type(leaf) not in (Tensor, torch.nn.Parameter) or leaf.layout != torch.strided:
-            raise TypeError(f"a batch holds plain dense tensors, not a {type(leaf).__name__} ({leaf.layout})")
+            raise TypeError(
+                f"a batch holds plain dense tensors, not a {type(leaf).__name__} ({leaf.layout}). Convert it in the "
+                "dataset: to_dense() of a sparse tensor; as_tensor() of a MetaTensor, or for all of them "
+                "monai.data.set_track_meta(False) before the transforms run"
+            )
         tensors.append(leaf.detach())
         return MeshlessSpec.of(spec(leaf.shape, leaf.dtype))
 

@@ -518,6 +518,10 @@ class Hidden:
         self.tensor = numbers(3)
 
 
+class MetaTensor(torch.Tensor):
+    """As that of MONAI."""
+
+
 class Colour(enum.IntEnum):
     RED = 1
 
@@ -560,6 +564,8 @@ def fails(case):
         given = [collections.defaultdict(list, a=1)]
     elif case == "shards":
         given = [ShardTensor.from_local(numbers(2), domain())]
+    elif case == "subclass":
+        given = [numbers(4, 3).as_subclass(MetaTensor)]
     elif case == "function":
         sizes = lambda x: {}["no such key"]  # noqa: E731
     elif case == "no loader":
@@ -600,6 +606,7 @@ def fails(case):
         ("key", TypeError, "a builtins.frozenset cannot be sent"),
         ("factory", TypeError, "a builtins.type cannot be sent"),
         ("shards", TypeError, "batch: a batch holds plain dense tensors, not a ShardTensor"),
+        ("subclass", TypeError, r"not a MetaTensor \(torch.strided\). Convert .* monai.data.set_track_meta\(False\)"),
         ("function", KeyError, "no such key"),
         ("no loader", TypeError, "source rank . must pass a loader of batches, not None"),
         ("iteration", TypeError, "source rank . must pass a loader of batches, not 3"),
