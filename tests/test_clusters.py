@@ -60,7 +60,7 @@ dist.destroy_process_group()
 
 def scripts():
     """Those of the page that Slurm runs, by a word for each."""
-    texts = [block.text for block in PAGE.blocks if "#SBATCH" in block.text]
+    texts = [block.text for block in PAGE.blocks if block.text.startswith("#!/bin/bash")]
     return {"torchrun" if "srun torchrun" in text else "a task per process": text for text in texts}
 
 
@@ -86,7 +86,7 @@ def test_the_scripts_of_the_page(how, device, tmp_path):
     for name, text in (("scontrol", SCONTROL), ("srun", SRUN)):
         (tmp_path / name).write_text(text.format(python=sys.executable))
         (tmp_path / name).chmod(0o755)
-    (block,) = (block for block in PAGE.blocks if block.language == "python")
+    block = next(block for block in PAGE.blocks if block.language == "python")  # that of the mesh
     (tmp_path / "train.py").write_text(block.text + PROGRAM)
     with socket.socket() as found:  # in place of the page's port, which may be taken here
         found.bind(("127.0.0.1", 0))
