@@ -80,7 +80,7 @@ def expectations(parts: dict[str, Any], plots: dict[str, list[str]]) -> str:
     """What it writes into docs/performance.md: what users should expect of whole networks."""
     measured = {part: parts[part] for part in ("networks", "memory") if part in parts}
     rows = {row.name: row for row in figures_of(measured)}
-    lines = ["| network | one process | two ranks | times as fast | with twice the input | memory of one process's |"]
+    lines = ["| network | one process | two ranks | times as fast | with twice the input | memory, relative |"]
     lines.append("|---|--:|--:|--:|--:|--:|")
     for name, times in rows.items():
         network, found, _ = name.partition(TIMES)

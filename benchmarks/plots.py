@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import matplotlib
-from report import EXPECTED, FASTER, Figure, by_group
+from report import EXPECTED, FASTER, TIMES, Figure, by_group
 
 matplotlib.use("Agg")
 from matplotlib import pyplot
@@ -37,7 +37,7 @@ def draw(figures: Sequence[Figure], folder: Path) -> dict[str, list[str]]:
 def expected(figures: Sequence[Figure], path: Path) -> None:
     """How many times as fast two ranks are, of each network, also with twice the input."""
     values = {row.name: row.value for row in figures if FASTER in row.name and row.value is not None}
-    networks = list(dict.fromkeys(name.partition(FASTER)[0] for name in values))
+    networks = [row.name.removesuffix(TIMES) for row in figures if row.name.endswith(TIMES)]
     figure, axes = pyplot.subplots(figsize=(8, 1.1 + 0.5 * len(networks)), layout="constrained")
     for offset, end, label, color in (
         (-0.2, "", "the input of the benchmark", "tab:blue"),
@@ -53,7 +53,7 @@ def expected(figures: Sequence[Figure], path: Path) -> None:
     axes.set_yticks(range(len(networks)), networks, fontsize=8)
     axes.set_ylim(len(networks) - 0.4, -0.6)
     axes.set_xlabel("times as fast as one process; dotted: twice, the ideal", fontsize=8)
-    axes.legend(fontsize=8, loc="lower right")
+    figure.legend(fontsize=8, loc="outside upper center", ncols=2)
     finish(figure, path)
 
 

@@ -147,12 +147,12 @@ class ShardTensor(DTensor):
 
         A DTensor that is not on its mesh's device, such as one that was offloaded, is moved there.
 
-        The gradient of ``dtensor`` is ``Partial()`` on every mesh dim on which it is Replicate, see
-        [Note: contributions] in weight_gradients.py.
+        The gradient of ``dtensor`` is ``Partial()`` on every mesh dim on which it is Replicate.
 
         Raises:
             TypeError: ``dtensor`` is not a DTensor.
         """
+        # Why a Partial: see [Note: contributions] in weight_gradients.py.
         if isinstance(dtensor, DTensor) and dtensor.device.type != dtensor.device_mesh.device_type != "meta":
             dtensor = dtensor.to(dtensor.device_mesh.device_type)  # type: ignore[assignment]
         return from_dtensor(dtensor)
