@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -213,6 +216,123 @@ NETWORKS = {
         ),
     ),
 }
+
+# -- transformers of videos: (batch, channels, frames, rows, columns) --------------------------------------------------
+
+VIDEO = (1, 4, 3, 16, 16)
+WIDE = {"num_attention_heads": 2, "attention_head_dim": 16}
+
+
+def video(
+    name: str, call: Callable[[Any, Tensor], Any], shape: tuple[int, ...] = VIDEO, dim: int = 3, **sizes: Any
+) -> Network:
+    """A transformer with ``sizes``, in which sines of times and places are computed in float32."""
+    dtype = sizes.pop("dtype", torch.float64)
+    return Network(lambda d: getattr(d, name)(**sizes), shape, dim, call, tolerance=1e-5, dtype=dtype)
+
+
+def at_time(**options: Any) -> Callable[[Any, Tensor], Any]:
+    """A call at one time step."""
+    return lambda network, x: network(x, timestep=torch.tensor([0.5]).double(), **options).sample
+
+
+def kandinsky_call(network: nn.Module, x: Tensor) -> Tensor:
+    """In float32, as its blocks are whatever their weights are."""
+    places = [torch.arange(x.shape[1]), torch.arange(x.shape[2] // 2), torch.arange(x.shape[3] // 2)]
+    prompt = {"encoder_hidden_states": text(1, 6, 8).float(), "pooled_projections": text(1, 8).float()}
+    return at_time(visual_rope_pos=places, text_rope_pos=torch.arange(6), **prompt)(network, x)
+
+
+def cosmos_call(network: nn.Module, x: Tensor) -> Tensor:
+    mask = torch.zeros(1, 1, *x.shape[-2:], dtype=torch.float64)
+    return at_time(encoder_hidden_states=text(1, 6, 8), fps=16, padding_mask=mask)(network, x)
+
+
+KEPT = torch.ones(1, 6, dtype=torch.bool)
+VIDEOS = {
+    "CogVideoXTransformer3D": video(
+        "CogVideoXTransformer3DModel",
+        lambda network, x: network(x, text(1, 6, 8), torch.tensor([3])).sample,
+        (1, 3, 4, 16, 16),
+        in_channels=4,
+        out_channels=4,
+        time_embed_dim=8,
+        text_embed_dim=8,
+        num_layers=1,
+        max_text_seq_length=6,
+        use_rotary_positional_embeddings=True,
+        **WIDE,
+    ),
+    "MochiTransformer3D": video(
+        "MochiTransformer3DModel",
+        at_time(encoder_hidden_states=text(1, 6, 8), encoder_attention_mask=KEPT),
+        in_channels=4,
+        num_layers=2,
+        pooled_projection_dim=16,
+        text_embed_dim=8,
+        time_embed_dim=8,
+        max_sequence_length=6,
+        **WIDE,
+    ),
+    "HunyuanVideoTransformer3D": video(
+        "HunyuanVideoTransformer3DModel",
+        at_time(
+            encoder_hidden_states=text(1, 6, 8),
+            encoder_attention_mask=KEPT,
+            pooled_projections=text(1, 8),
+            guidance=torch.tensor([1.0]).double(),
+        ),
+        in_channels=4,
+        out_channels=4,
+        num_layers=1,
+        num_single_layers=1,
+        num_refiner_layers=1,
+        text_embed_dim=8,
+        pooled_projection_dim=8,
+        rope_axes_dim=(4, 6, 6),
+        **WIDE,
+    ),
+    "CosmosTransformer3D": video(
+        "CosmosTransformer3DModel",
+        cosmos_call,
+        in_channels=4,
+        out_channels=4,
+        num_layers=2,
+        text_embed_dim=8,
+        adaln_lora_dim=4,
+        max_size=(4, 64, 64),
+        extra_pos_embed_type=None,
+        **WIDE,
+    ),
+    "Kandinsky5Transformer3D": video(
+        "Kandinsky5Transformer3DModel",
+        kandinsky_call,
+        (1, 3, 16, 16, 4),
+        2,
+        in_text_dim=8,
+        in_text_dim2=8,
+        time_dim=16,
+        model_dim=32,
+        ff_dim=64,
+        num_text_blocks=1,
+        num_visual_blocks=1,
+        axes_dims=(4, 6, 6),
+        dtype=torch.float32,
+    ),
+    "EasyAnimateTransformer3D": video(
+        "EasyAnimateTransformer3DModel",
+        at_time(encoder_hidden_states=text(1, 6, 8)),
+        in_channels=4,
+        out_channels=4,
+        patch_size=2,
+        num_layers=1,
+        mmdit_layers=1,
+        time_embed_dim=8,
+        text_embed_dim=8,
+        **WIDE,
+    ),
+}
+NETWORKS |= VIDEOS
 
 
 test_networks_are_exact = all_exact(__name__, NETWORKS, always=("UNet2DCondition",))

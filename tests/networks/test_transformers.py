@@ -416,6 +416,76 @@ LANGUAGE = {
     ),
 }
 NETWORKS |= {**IMAGES, **LANGUAGE}
+# -- objects that queries find in an image -----------------------------------------------------------------------------
+
+
+def maskformer(t: Any) -> nn.Module:
+    stages = {"depths": [1] * 4, "num_heads": [2] * 4, "out_features": [f"stage{k}" for k in range(1, 5)]}
+    backbone = t.SwinConfig(**SWIN | stages, drop_path_rate=0.0)
+    sizes = {"d_model": 16, "decoder_layers": 2, "decoder_attention_heads": 2, "decoder_ffn_dim": 32}
+    decoder = t.DetrConfig(num_queries=5, dropout=0.0, encoder_layers=0, **sizes)
+    options = {"fpn_feature_size": 32, "mask_feature_size": 32, "num_labels": 3}
+    return t.MaskFormerForInstanceSegmentation(
+        t.MaskFormerConfig(backbone_config=backbone, decoder_config=decoder, **options)
+    )
+
+
+DETECTOR = {
+    "encoder_hidden_dim": 16,
+    "encoder_in_channels": [8, 16, 16],
+    "encoder_ffn_dim": 32,
+    "encoder_attention_heads": 2,
+    "d_model": 16,
+    "decoder_in_channels": [16] * 3,
+    "decoder_ffn_dim": 32,
+    "decoder_attention_heads": 2,
+    "decoder_layers": 2,
+    "num_queries": 5,
+    "num_denoising": 0,
+    "num_labels": 3,
+    "dropout": 0.0,
+    "hidden_expansion": 0.5,
+    "freeze_backbone_batch_norms": False,
+}
+DETECTS = {"call": lambda network, x: tensors(network(x)), "reduced": 100.0, "norms_train": True}
+
+
+def detector(t: Any, name: str, config: str, backbone: Any) -> nn.Module:
+    return getattr(t, name)(getattr(t, config)(backbone_config=backbone, **DETECTOR))
+
+
+def rt_detr(t: Any) -> nn.Module:
+    sizes = {"embedding_size": 8, "hidden_sizes": [8, 8, 16, 16], "depths": [1] * 4, "layer_type": "basic"}
+    backbone = t.RTDetrResNetConfig(**sizes, out_features=["stage2", "stage3", "stage4"])
+    return detector(t, "RTDetrV2ForObjectDetection", "RTDetrV2Config", backbone)
+
+
+def d_fine(t: Any) -> nn.Module:
+    stages = {
+        "stem_channels": [3, 8, 8],
+        "stage_in_channels": [8, 8, 8, 16],
+        "stage_mid_channels": [8] * 4,
+        "stage_out_channels": [8, 8, 16, 16],
+        "stage_num_blocks": [1] * 4,
+        "stage_numb_of_layers": [2] * 4,
+    }
+    sizes = {"hidden_sizes": [8, 8, 16, 16], "depths": [1] * 4, "out_features": ["stage2", "stage3", "stage4"]}
+    backbone = t.HGNetV2Config(**stages, **sizes)
+    return detector(t, "DFineForObjectDetection", "DFineConfig", backbone)
+
+
+NETWORKS |= {
+    "MaskFormer": Network(maskformer, IMAGE, call=lambda network, x: tensors(network(x)), reduced=100.0),
+    "MobileViTV2": model(
+        "MobileViTV2Model",
+        "MobileViTV2Config",
+        width_multiplier=0.25,
+        image_size=64,
+        classifier_dropout_prob=0.0,
+    ),
+    "RT-DETR v2": Network(rt_detr, (2, 3, 64, 64), **DETECTS),
+    "D-FINE": Network(d_fine, (2, 3, 64, 64), **DETECTS),
+}
 # torch's product of groups of rows, which come in the order of their experts; a loop over the experts is exact.
 REFUSED = {"Mixtral": r"_grouped_mm\.default: experts and scales are those of all rows"}
 EXACT = [name for name in NETWORKS if name not in REFUSED]
