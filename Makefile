@@ -26,6 +26,7 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 ARGS ?=
 VENV := .venv
 NETWORKS := .venv-networks
+ALONE := tests/networks/without-dependencies.txt
 PIP_FLAGS := -qq --disable-pip-version-check --no-input
 PIP := $(VENV)/bin/python -m pip install $(PIP_FLAGS) -c constraints.txt
 PINNED := pyproject.toml constraints.txt
@@ -43,9 +44,7 @@ test-all: $(VENV)/.installed-test
 		$(VENV)/bin/python -m pytest -m '' --part all --slice $$slice $(ARGS) || exit 1; done
 
 # A .venv of its own: torchvision does not load next to a torch without CUDA, and other packages import it where it is
-# installed. The tests of networks can do without what it lacks. torch-harmonics asks for a later torch than it needs, and
-# encodec for torchaudio, egnn-pytorch for numba; ultralytics asks for OpenCV with windows, and the build of sam2 for a torch
-# of its own.
+# installed. The tests of networks can do without what it lacks. The build of sam2 asks for a torch of its own.
 networks: $(NETWORKS)/.installed
 	$(NETWORKS)/bin/python -m pytest -m '' tests/networks $(ARGS)
 	$(if $(ARGS),,cd tests && ../$(NETWORKS)/bin/python -m networks.count)
@@ -131,11 +130,10 @@ $(VENV)/.installed-dev: $(PINNED) | $(VENV)/bin/python
 	$(PIP) -e '.[test,dev]'
 	@touch $@
 
-$(NETWORKS)/.installed: $(PINNED)
+$(NETWORKS)/.installed: $(PINNED) $(ALONE)
 	@test -x $(NETWORKS)/bin/python || $(PYTHON) -m venv $(NETWORKS)
 	$(NETWORKS)/bin/python -m pip install $(PIP_FLAGS) -c constraints.txt -e '.[networks]'
-	$(NETWORKS)/bin/python -m pip install $(PIP_FLAGS) --no-deps torch-harmonics==0.9.3 encodec==0.1.1 egnn-pytorch==0.2.8 \
-		ultralytics==8.4.190
+	$(NETWORKS)/bin/python -m pip install $(PIP_FLAGS) --no-deps -r $(ALONE)
 	SAM2_BUILD_CUDA=0 $(NETWORKS)/bin/python -m pip install $(PIP_FLAGS) --no-deps --no-build-isolation sam2==1.1.0
 	@touch $@
 
