@@ -415,9 +415,60 @@ def without_values() -> Iterator[Any]:
     global _previews
     before, _previews = _previews, True
     try:
-        yield FakeTensorMode(allow_non_fake_inputs=True)
+        yield _KnownValues(allow_non_fake_inputs=True)
     finally:
         _previews = before
+
+
+_MADE_LIKE_ANOTHER = torch.ops.aten.empty_strided.default  # such as an input or a weight, of unknown values
+
+
+class _KnownValues(FakeTensorMode):  # type: ignore[no-untyped-call]
+    """Tensors have no values, but for short plain ones that are computed from numbers alone.
+
+    Programs compute sizes in such tensors and then read them, such as the shapes of the maps of a pyramid, or where the
+    samples of a packed batch end. These are the same with and without the values of inputs and weights.
+    """
+
+    SHORT = 1024  # elements
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self._unknown = WeakIdKeyDictionary()  # storages that something unknown has been written to
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        given = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
+        computes = func.namespace == "aten" and torch.Tag.nondeterministic_seeded not in func.tags
+        known = computes and all(map(self._is_known, given)) and (given or func is not _MADE_LIKE_ANOTHER)
+        try:
+            result = super().__torch_dispatch__(func, types, args, kwargs)
+        except NEEDS_VALUES:
+            if not known or not given:
+                raise
+            return func(*args, **kwargs)
+        if known and all(self._may_be_known(t, bool(given)) for t in tree_leaves(result)):
+            return func(*args, **kwargs)
+        # A collective receives into any of its arguments.
+        written = [not computes or (a.alias_info and a.alias_info.is_write) for a in func._schema.arguments]
+        if any(written):
+            values = [*args, *(kwargs.get(a.name) for a in func._schema.arguments[len(args) :])]
+            for t in tree_leaves([value for value, is_written in zip(values, written) if is_written]):
+                if type(t) is torch.Tensor:
+                    self._unknown[t.untyped_storage()] = True
+        return result
+
+    def _is_known(self, t: torch.Tensor) -> bool:
+        return self._is_short(t) and type(t) is torch.Tensor and t.untyped_storage() not in self._unknown
+
+    def _may_be_known(self, t: Any, computed: bool) -> bool:
+        """Of a result: of numbers alone only integers are read."""
+        return not isinstance(t, torch.Tensor) or (
+            self._is_short(t) and (computed or not (t.is_floating_point() or t.is_complex()))
+        )
+
+    def _is_short(self, t: torch.Tensor) -> bool:
+        return t.device.type == "cpu" and not t.requires_grad and t.numel() <= self.SHORT
 
 
 # Whether two tensors share their storage; also where they have no data.

@@ -386,8 +386,30 @@ def test_a_model_that_reads_values_is_run_with_them():
     found = shardtensor.explain(model, x, mesh=2, shard=0)
     assert "reads values" in found.notes[0]
     assert [layer.operator for layer in found.layers if layer.layout] == ["mul"]
-    with pytest.raises(RuntimeError):
-        shardtensor.explain(model, x, mesh=2, shard=0, values=False)
+    stopped = shardtensor.explain(lambda x: model(x + 1), x, mesh=2, shard=0, values=False)
+    assert "reads values after  add" in stopped.stopped and [layer.operator for layer in stopped.layers] == ["add"]
+
+
+def test_tensors_of_numbers_alone_are_read_without_values():
+    """The sizes of the maps of a pyramid, which detectors keep in a tensor."""
+
+    def model(x, written=0):
+        maps = [x, F.avg_pool2d(x, 2)]
+        sizes = torch.empty((2, 2), dtype=torch.long)
+        for level, each in enumerate(maps):
+            sizes[level, 0], sizes[level, 1] = each.shape[-2:]
+        if written:
+            sizes[:1] = x.to_local().long()[:1, 0, 0, :2]
+        areas = sizes.prod(1).tolist()
+        tokens = torch.cat([each.flatten(2) for each in maps], 2)
+        return [part * 2 for part in tokens.split(areas, 2)]
+
+    x = torch.rand(1, 3, 16, 8)
+    found = shardtensor.explain(model, x, mesh=2, shard=2, values=False)
+    assert not found.stopped and not found.not_compared
+    assert [layer.shapes for layer in found.layers if layer.operator == "mul"] == [((1, 3, 128),), ((1, 3, 32),)]
+    read = shardtensor.explain(lambda x: model(x, 1), x, mesh=2, shard=2, values=False)
+    assert "reads values" in read.stopped
 
 
 def test_large_worlds_are_sampled():

@@ -229,10 +229,8 @@ def _explained(job: Job, ranks: Sequence[int], values: bool | None, compared: bo
     runs: list[Run] | None = None
     if not values:
         try:
-            runs = simulate_ranks(_run, job.world_size, job, without_values, only=ranks)
+            runs = simulate_ranks(_run, job.world_size, job, without_values, values is False, only=ranks)
         except NEEDS_VALUES as error:
-            if values is not None:
-                raise
             reads = str(error) or type(error).__name__
             notes.append(
                 f"The model reads values of tensors ({reads}), so it was run with values, "
@@ -294,8 +292,9 @@ def _alone(job: Job) -> Mapping[_Call, Row] | str:
 # -- one rank ---------------------------------------------------------------------------------------------------------
 
 
-def _run(job: Job, values: Callable[[], AbstractContextManager[Any]]) -> Run:
-    """Run the job as the rank that this process is now. ``values``: the context without values, or a null context."""
+def _run(job: Job, values: Callable[[], AbstractContextManager[Any]], stops: bool = False) -> Run:
+    """Run the job as the rank that this process is now. ``values``: the context without values, or a null context;
+    ``stops``: where a value is read that is not there, this ends the run and not the preview."""
     with values() as mode:
         mesh = init_device_mesh(job.device, job.mesh)
         bare = partial(_bare, mode, job.device)
@@ -312,6 +311,11 @@ def _run(job: Job, values: Callable[[], AbstractContextManager[Any]]) -> Run:
                 _passes(job, recorder, model, inputs, kwargs)
             except UnsupportedSharding as error:  # not in an operator that the model calls
                 return recorder.rows, str(error)
+            except NEEDS_VALUES as error:
+                if not stops:
+                    raise
+                after = f" after {recorder.rows[-1].path} {recorder.rows[-1].operator}" if recorder.rows else ""
+                return recorder.rows, f"the model reads values{after} ({error}), and values=False has none"
         return recorder.rows, ""
 
 
@@ -536,7 +540,8 @@ def explain(
             result gets a gradient in its own layout, which needs no communication.
         only: the ranks to run. Default: all of up to 8 ranks. In larger worlds, the first, the middle and the last
             rank, and those with the largest and the smallest shard.
-        values: whether tensors have values. Default: only if the model needs them.
+        values: whether tensors have values. Default: only if the model needs them. If False, the run ends where the
+            model reads one that is not computed from numbers alone, and :attr:`Explanation.stopped` says where.
         kwargs: keyword arguments of the model; tensors among them stay plain.
 
     Raises:
