@@ -65,7 +65,7 @@ def describe(batch: PyTree, layout: Layout, tensors: list[Tensor], pickled: bool
             raise TypeError(
                 f"a batch holds plain dense tensors, not a {type(leaf).__name__} ({leaf.layout}). Convert it in the "
                 "dataset: to_dense() of a sparse tensor; as_tensor() of a MetaTensor, or for all of them "
-                "monai.data.set_track_meta(False) before the transforms run"
+                "EnsureTyped(keys, track_meta=False) as the last of MONAI's transforms"
             )
         tensors.append(leaf.detach())
         return MeshlessSpec.of(spec(leaf.shape, leaf.dtype))

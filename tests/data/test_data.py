@@ -606,7 +606,7 @@ def fails(case):
         ("key", TypeError, "a builtins.frozenset cannot be sent"),
         ("factory", TypeError, "a builtins.type cannot be sent"),
         ("shards", TypeError, "batch: a batch holds plain dense tensors, not a ShardTensor"),
-        ("subclass", TypeError, r"not a MetaTensor \(torch.strided\). Convert .* monai.data.set_track_meta\(False\)"),
+        ("subclass", TypeError, r"not a MetaTensor \(torch.strided\). .* EnsureTyped\(keys, track_meta=False\)"),
         ("function", KeyError, "no such key"),
         ("no loader", TypeError, "source rank . must pass a loader of batches, not None"),
         ("iteration", TypeError, "source rank . must pass a loader of batches, not 3"),
