@@ -334,5 +334,5 @@ def test_what_to_do_instead(name):
 
 def test_the_page_lists_what_is_tried():
     page = PAGE.read_text()
-    table = page[page.index("| torch refuses |") :].split("\n\n")[0].splitlines()[2:]
+    table = page[page.index("| this tool fails |") :].split("\n\n")[0].splitlines()[2:]
     assert [row.split(" | ")[0].removeprefix("| ") for row in table] == list(REFUSED) == list(REMEDIES)

@@ -824,7 +824,8 @@ def test_errors_of_each_dtype():
                         assert (b.full_tensor().double() - a).abs().max() <= tolerance * a.abs().max()
 
 
-def test_the_page_states_the_errors():
-    text = (Path(__file__).parents[3] / "docs" / "attention.md").read_text()
+def test_how_it_works_states_the_errors():
+    text = (Path(__file__).parents[3] / "docs" / "how-it-works.md").read_text()
     for dtype, tolerance in ERROR_OF.items():
-        assert f"{str(dtype).removeprefix('torch.')} {tolerance:.0e}".replace("e-0", "e-") in text
+        name = str(dtype).removeprefix("torch.")
+        assert f"{tolerance:.0e} in {name}".replace("e-0", "e-") in text
