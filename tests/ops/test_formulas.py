@@ -45,7 +45,8 @@ BY_NAME_ALONE = {
     *(f"aten._upsample_lanczos2d_aa{of}" for of in ("", "_backward")),
     *(f"aten.{name}{n}d" for name in ("fractional_max_pool", "max_unpool") for n in (2, 3)),
     *(f"aten.nll_loss{n}_{of}" for n in ("", "2d") for of in ("forward", "backward")),
-    *(f"prims.{name}" for name in ("copy_to", "erfcx", "frexp", "gcd", "ndtri", "ne", "prod", "sum", "var", "view_of")),
+    *(f"prims.{name}" for name in ("amax", "amin", "copy_to", "erfcx", "frexp", "gcd", "ndtri", "ne")),
+    *(f"prims.{name}" for name in ("prod", "sum", "var", "view_of")),
     *(f"prims.bessel_{name}" for name in ("i0e", "i1", "i1e", "j0", "j1")),
     *("prims.spherical_bessel_j0", "prims.zeta"),
 }
