@@ -290,7 +290,7 @@ def coarseness(sizes: Sequence[int]) -> float:
 
 def is_worth_evening(coarse: float, cost: float, other_coarse: float, other_cost: float) -> bool:
     """Whether shards are so much more even than others along the same dims that the bytes they cost are worth it."""
-    return coarse < _MUCH_LESS * other_coarse and cost <= _MORE_BYTES * other_cost
+    return round(coarse / other_coarse, 6) < _MUCH_LESS and cost <= _MORE_BYTES * other_cost
 
 
 @dataclass(slots=True)
