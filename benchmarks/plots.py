@@ -28,7 +28,7 @@ def draw(figures: Sequence[Figure], folder: Path) -> dict[str, list[str]]:
         if any("worlds" in row.details for row in rows):
             drawn.setdefault(group, []).append(f"{name}-lines.png")
             worlds(rows, group, folder / f"{name}-lines.png")
-    if any(FASTER in row.name for row in figures):
+    if any(row.name.endswith(TIMES) for row in figures):
         drawn[EXPECTED] = ["expected.png"]
         expected(figures, folder / "expected.png")
     return drawn
