@@ -165,7 +165,7 @@ _KEEP_OWNERS: set[Rule] = set()
 
 
 def keeps_owners(rule: Rule) -> Rule:
-    """Decorator: if one rank has all of a Partial operand, it has all of the results of this rule, too.
+    """Decorator: the results of this rule say which ranks have the elements of a Partial, if the operands do.
 
     Views are such operators. See [Note: owners] in layout/placements.py.
     """
@@ -185,19 +185,19 @@ def disowned(outputs: Outputs) -> Any:
     """The specs of results, which may have been made from those of operands, without what is known of owners."""
 
     def convert(spec: object) -> object:
-        return spec.with_layout(without_owners(spec.layout)) if has_owner(spec) else spec
+        return spec.with_layout(without_owners(spec.layout)) if has_home(spec) else spec
 
     return tree_map(convert, outputs)
 
 
-def has_owner(spec: object) -> TypeGuard[ShardTensorSpec]:
-    """Whether it is the spec of a Partial of which one rank is known to have all."""
-    return isinstance(spec, ShardTensorSpec) and any(axis.owner is not None for axis in spec.layout)
+def has_home(spec: object) -> TypeGuard[ShardTensorSpec]:
+    """Whether it is the spec of a Partial of which it is known how many elements each rank has."""
+    return isinstance(spec, ShardTensorSpec) and any(axis.home is not None for axis in spec.layout)
 
 
 def disowns(rule: Rule | None, func: OpOverload, written: ShardTensorSpec) -> bool:
-    """Whether what an in-place operator does to contributions would make untrue what is known of the owner."""
-    return rule not in _KEEP_OWNERS and is_inplace(func) and has_owner(written)
+    """Whether what an in-place operator does to contributions would make untrue what is known of their owners."""
+    return rule not in _KEEP_OWNERS and is_inplace(func) and has_home(written)
 
 
 def argument(call: AtenCall, index: int, name: str, default: object) -> Any:

@@ -54,7 +54,7 @@ from . import rank_part
 from .copied_views import Copies, Moved, check_current
 from .index_findings import Place
 from .open_layouts import close
-from .planning import converted, has_owner, meta_of, reduced_by_dtensor, replicated_spec, spec_of
+from .planning import converted, meta_of, reduced_by_dtensor, replicated_spec, spec_of
 from .transform_levels import InsideLevels
 
 Subclass = TypeVar("Subclass", bound=Tensor)
@@ -662,7 +662,7 @@ class _Redistribute(AutogradFunction):
 
     @staticmethod
     def backward(ctx: FunctionContext, grad: Tensor | None) -> tuple[ShardTensor | None, None]:
-        if grad is not None and has_owner(ctx.source):  # nobody else needs it
+        if grad is not None and any(axis.owner is not None for axis in ctx.source.layout):  # nobody else needs it
             return _laid_out(grad, ctx.source), None
         return as_gradient(grad, ctx.source), None
 

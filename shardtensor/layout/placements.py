@@ -35,7 +35,10 @@ class AxisLayout(NamedTuple):
     [Note: owners] An entry of a sharded dim, ``x[:, 5]``, is on one rank. It is a Partial sum whose other contributions
     are zeros, and its sizes say on which rank it is: ``AxisLayout(Partial(), (0, 1, 0))``. Views and elementwise
     operators leave it there. ``stack`` makes shards of such entries, so ``stack([f(x[:, i]) ...], 1)`` sends nothing.
-    All other operators treat it as any other Partial, and their results have no owner.
+    What ``cat`` joins of entries of several ranks, such as a face of a sphere and its neighbors' borders, has elements
+    of several ranks: ``AxisLayout(Partial(), (90, 10, 0))`` says how many of each, and zeros are everywhere else.
+    ``stack`` gives it to the rank that has the most. All other operators treat it as any other Partial, and of their
+    results nothing is known.
     """
 
     placement: Placement
@@ -44,7 +47,14 @@ class AxisLayout(NamedTuple):
     @property
     def owner(self) -> int | None:
         """The rank, along the mesh dim, that has all of a Partial sum, if that is known."""
-        return self.sizes.index(1) if self.sizes is not None and isinstance(self.placement, Partial) else None
+        return self.home if self.sizes is not None and max(self.sizes) == sum(self.sizes) else None
+
+    @property
+    def home(self) -> int | None:
+        """The rank, along the mesh dim, that has most elements of a Partial sum, if that is known."""
+        if self.sizes is None or not isinstance(self.placement, Partial):
+            return None
+        return self.sizes.index(max(self.sizes))
 
     def in_short(self) -> str:
         """The placement and its sizes, a checksum of these if they are many."""
@@ -57,7 +67,7 @@ class AxisLayout(NamedTuple):
 
 def without_owners(layout: Sequence[AxisLayout]) -> list[AxisLayout]:
     """The same with Partials of which nothing more is known."""
-    return [axis if axis.owner is None else AxisLayout(axis.placement) for axis in layout]
+    return [axis if axis.home is None else AxisLayout(axis.placement) for axis in layout]
 
 
 def given_mesh(mesh: object) -> DeviceMesh:

@@ -207,11 +207,12 @@ def _number_of(local: Tensor, spec: ShardTensorSpec, m: int) -> Tensor:
 
     The program waits for a number that it reads, so the ranks compare their histories with it, see [Note: history].
     """
-    sizes = spec.sizes[m]
+    axis = spec.layout[m]
+    holder = axis.owner if axis.placement.is_partial() else axis.sizes.index(1)  # type: ignore[union-attr]
     own = local.reshape(-1) if local.numel() else local.new_zeros(1)
     parts = gather_with_history(own, spec.tensor_meta.dtype, group_along(spec.mesh, m))
-    if sizes is not None:
-        return parts[sizes.index(1)]
+    if holder is not None:
+        return parts[holder]
     return reduced(parts.unbind(), spec.placements[m].reduce_op).to(spec.tensor_meta.dtype)  # type: ignore[attr-defined]
 
 

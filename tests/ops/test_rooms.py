@@ -215,6 +215,7 @@ BOTH = {
     "index_put_": "as index_put",
     "norm": "above is the nuclear norm, below another operator of this name, which torch.pairwise_distance calls",
     "repeat_interleave": "below is the operator that makes indices of counts, which the form above calls",
+    "squeeze": "above is the only entry of a sharded dim, by select",
     "stack": "above are entries that ranks own, whose gradients torch's formula would send to other ranks",
     "sum": "below are the gradients of broadcast operands, by the rule of all reductions: a form would take longer",
 }

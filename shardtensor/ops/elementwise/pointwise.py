@@ -31,7 +31,17 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 from ..._compat import OpOverload, nn_functions, recomputed
 from ...communication.redistribute import redistribute_local
 from ...dispatch.aten_calls import run
-from ...dispatch.planning import AtenCall, AtenPlan, Path, Rule, is_inplace, keeps_owners, meta_of, without_data
+from ...dispatch.planning import (
+    AtenCall,
+    AtenPlan,
+    Path,
+    Rule,
+    has_home,
+    is_inplace,
+    keeps_owners,
+    meta_of,
+    without_data,
+)
 from ...dispatch.registry import default_rule, register
 from ...dispatch.tensor import ShardTensor
 from ...errors import PLAIN_TARGET, UnsupportedSharding
@@ -278,7 +288,7 @@ def _adds_to_partial(call: AtenCall) -> bool:
         if other.partial_mesh_dims():  # the sum of what is rounded is not the sum, rounded
             return False
     # An extreme of contributions becomes no sum without being reduced; a shard that is written to is no contribution.
-    if any(axis.owner is not None for axis in written.layout) and other.layout != wanted.layout:
+    if has_home(written) and other.layout != wanted.layout:
         return False  # what others add would not be the owner's
     return all(
         old == new or (new == Partial("sum") and (isinstance(old, Shard) or old.is_replicate()))

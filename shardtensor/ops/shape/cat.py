@@ -11,11 +11,11 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import Partial, Replicate, Shard
 
 from ..._compat.c10d import group_along
 from ...communication.redistribute import bytes_between
-from ...dispatch.planning import AtenCall, AtenPlan, Path, argument, meta_of
+from ...dispatch.planning import AtenCall, AtenPlan, Path, argument, keeps_owners, meta_of
 from ...dispatch.registry import DECLINED
 from ...dispatch.tensor import redistribute_to
 from ...layout.intervals import Interval, boundaries_of, chunk_sizes, intersect, intervals_of, length, resized
@@ -58,46 +58,86 @@ def joined_sizes(pieces: Sequence[tuple[int, Sequence[int] | None]], ranks: int)
 
 @operator(torch.stack, tensors="tensors", partial="tensors")
 def _stack_entries(call: Arguments, tensors: Sequence[ShardTensorSpec], dim: int = 0) -> Composed:
-    """Each entry is the shard of its owner, and all of them are put together along a sharded dim."""
+    """Each entry is the shard of its owner, and all of them are put together along a sharded dim.
+
+    Where others have elements of an entry as well, all entries are put together first and scattered at once.
+    """
     first = tensors[0]
-    owned = [m for m, axis in enumerate(first.layout) if axis.owner is not None]
-    alike = all(spec.shape == first.shape and _agree(spec, first, owned) for spec in tensors)
-    if len(owned) != 1 or not alike:
+    known = [m for m, axis in enumerate(first.layout) if axis.home is not None]
+    alike = all(spec.shape == first.shape and _agree(spec, first, known) for spec in tensors)
+    if len(known) != 1 or not alike:
         return DECLINED
-    dim, m = wrap_dim(dim, len(first.shape) + 1), owned[0]
+    dim, m = wrap_dim(dim, len(first.shape) + 1), known[0]
+    homes = [spec.layout[m].home for spec in tensors]
+    sizes = tuple(homes.count(rank) for rank in range(first.mesh.size(m)))
 
-    def shard(entry: Tensor) -> Tensor:
-        entry = entry.unsqueeze(dim)
-        spec: ShardTensorSpec = entry._spec  # type: ignore[attr-defined]
-        return redistribute_to(entry, spec.with_axes({m: AxisLayout(Shard(dim), spec.sizes[m])}))
+    def shard(entries: Tensor, sizes: Sequence[int] | None) -> Tensor:
+        spec: ShardTensorSpec = entries._spec  # type: ignore[attr-defined]
+        return redistribute_to(
+            entries, spec.with_axes({m: AxisLayout(Shard(dim), tuple(sizes or spec.sizes[m] or ()))})
+        )
 
-    return Composed(lambda entries: torch.cat([shard(entry) for entry in entries], dim))
+    if all(spec.layout[m].owner is not None for spec in tensors):
+        return Composed(lambda entries: torch.cat([shard(entry.unsqueeze(dim), None) for entry in entries], dim))
+    return Composed(lambda entries: shard(torch.cat([entry.unsqueeze(dim) for entry in entries], dim), sizes))
 
 
-def _agree(spec: ShardTensorSpec, first: ShardTensorSpec, owned: Sequence[int]) -> bool:
-    """Whether two specs differ in the owner on the mesh dims ``owned`` at most."""
+def _agree(spec: ShardTensorSpec, first: ShardTensorSpec, known: Sequence[int]) -> bool:
+    """Whether two specs differ in the ranks that have the elements on the mesh dims ``known`` at most."""
     pairs = enumerate(zip(spec.layout, first.layout, strict=True))
-    return all(a == b or (m in owned and a.owner is not None) for m, (a, b) in pairs)
+    return all(a == b or (m in known and a.home is not None) for m, (a, b) in pairs)
+
+
+def _joined_entries(specs: Sequence[ShardTensorSpec]) -> dict[int, AxisLayout]:
+    """Which ranks have the elements of what is joined of entries, on each mesh dim on which most elements are such.
+
+    Each rank joins what it has, and zeros. So nothing is sent until the elements are needed, and then once.
+    """
+    axes = {}
+    for m in range(specs[0].mesh.ndim):
+        held, others = [0] * specs[0].mesh.size(m), 0
+        for spec in specs:
+            axis, n = spec.layout[m], spec.shape.numel()
+            if axis.home is None:
+                others += n
+            elif n:
+                held = [a + -(-n * b // sum(axis.sizes or ())) for a, b in zip(held, axis.sizes or (), strict=True)]
+        sums = all(spec.placements[m] in (Partial(), Replicate()) for spec in specs)
+        if sums and any(held) and others <= sum(held):
+            axes[m] = AxisLayout(Partial(), tuple(held if sum(map(bool, held)) > 1 else map(int, map(bool, held))))
+    return axes
+
+
+def _as_entry(spec: ShardTensorSpec, axes: Mapping[int, AxisLayout]) -> dict[int, AxisLayout]:
+    """The layout of what is joined to entries like ``axes``: as it is, or of the rank that has the most of them."""
+    ranks = {m: range(spec.mesh.size(m)) for m in axes}
+    home = {m: AxisLayout(Partial(), tuple(int(r == axis.home) for r in ranks[m])) for m, axis in axes.items()}
+    return {m: own if (own := spec.layout[m]).home is not None else home[m] for m in axes}
 
 
 # -- cat and stack ----------------------------------------------------------------------------------------
 
 
 @operator(_aten.cat.default, _aten.stack.default)
+@keeps_owners
 def _join(call: AtenCall) -> AtenPlan:
     stacks = call.func == _aten.stack.default
     ndim = call.meta.ndim
     dim = wrap_dim(argument(call, 1, "dim", 0), ndim)
     plain = plain_operands(call)
-    specs = {**plain, **call.reduced()}
     # torch lets a 1-D tensor without elements stand in any list.
     joined = [i for i, t in enumerate(call.args[0]) if len(t.shape) == ndim - stacks]
+    entries = {} if plain else _joined_entries([call.tensors[0, i] for i in joined])
+    specs = {**plain, **call.reduced()}
     candidates = [specs[0, i] for i in joined if (0, i) not in plain]
     if not candidates:
         raise call.refuse("all tensors to be joined are empty", "leave them out")
     pattern = _pattern(candidates, -1 if stacks else dim)
     m = None if stacks else pattern.sharded_dims().get(dim)
     layouts = {i: _operand_layout(specs[0, i], pattern, dim, m) for i in joined}
+    if entries:
+        pattern = pattern.with_axes(entries)
+        layouts = {i: layout.with_axes(_as_entry(call.tensors[0, i], entries)) for i, layout in layouts.items()}
     if m is not None:
         out, join = _along_sharded(call, pattern, layouts, dim, m)
     else:

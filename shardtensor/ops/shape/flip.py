@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..._compat import decomposition
 from ..._compat.c10d import group_along
-from ...dispatch.planning import AtenCall, AtenPlan, argument, meta_of
+from ...dispatch.planning import AtenCall, AtenPlan, argument, keeps_owners, meta_of
 from ...dispatch.registry import DECLINED, register
 from ...dispatch.tensor import ShardTensor
 from ...layout.intervals import Interval, intersect, intervals_of, length
@@ -50,6 +50,7 @@ def _rolling(spec: ShardTensorSpec, d: int, shift: int) -> Moving:
 
 
 @operator(_aten.roll.default)
+@keeps_owners
 def _roll(call: AtenCall) -> AtenPlan:
     spec, shifts, dims = call.specs[0], call.args[1], argument(call, 2, "dims", ())
     sharded = spec.sharded_dims()
@@ -87,6 +88,7 @@ def _roll_flattened(x: ShardTensor, shifts: Sequence[int], dims: Sequence[int] =
 
 
 @operator(_aten.flip.default)
+@keeps_owners
 def _flip(call: AtenCall) -> AtenPlan:
     """Each rank reverses its shard; a reversed dim is then sent to where it belongs."""
     spec = call.specs[0]

@@ -239,6 +239,15 @@ def _select_above_autograd(call: Arguments, input: ShardTensorSpec, dim: int, in
     return Composed(entry)
 
 
+@operator(torch.squeeze, Tensor.squeeze, tensors="input", partial="input")
+def _squeeze_entry(call: Arguments, input: ShardTensorSpec, dim: int | None = None) -> Composed:
+    """The only entry of a sharded dim, as of ``split(x, 1, dim)``."""
+    d = dim_of(input, dim) if isinstance(dim, int) else None
+    if d is None or d not in input.sharded_dims() or input.shape[d] != 1:
+        return DECLINED
+    return Composed(lambda x: torch.select(x, d, 0))
+
+
 class _Slot(NamedTuple):
     """Where an entry is, and how it lies: with its dim ``kept``, and as the result is."""
 

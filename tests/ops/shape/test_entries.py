@@ -100,6 +100,71 @@ def test_entries_on_meshes_of_two_dims():
     assert_matches_unsharded(scalars, vector, mesh_shape=(2, 2), placements=[Replicate(), Shard(0)])
 
 
+def bordered(x, dim=1, tail=lambda y: y.tanh()):
+    """Each entry between borders of the two next to it, turned, as the faces of a sphere are padded."""
+    faces = [face.squeeze(dim) for face in x.split(1, dim)]
+    padded = []
+    for i, face in enumerate(faces):
+        before, after = faces[i - 1], faces[(i + 3) % len(faces)]
+        wide = torch.cat([before.rot90(1, (-2, -1))[..., -1:, :], face, after.roll(1, -1)[..., :1, :]], -2)
+        edge = torch.cat([torch.zeros_like(before)[..., :1, :1], after[..., :1], before[..., -1:, -1:]], -2)
+        padded.append(torch.cat([wide, edge], -1))
+    return tail(torch.stack(padded, dim))
+
+
+def check_borders(cut):
+    torch.manual_seed(0)
+    x = torch.randn(2, 8, 3, 4, 4, dtype=torch.float64)
+    y = assert_matches_unsharded(bordered, x, mesh_shape=len(cut), placements=[Shard(1)], shard_sizes={0: cut})
+    return len(cut) == 1 or (y.placements == (Shard(1),) and tuple(y.shard_sizes[0]) == cut)
+
+
+@pytest.mark.parametrize("ranks", CUTS)
+def test_entries_with_borders_of_others_stay_where_most_of_them_is(ranks):
+    assert all(run_distributed(check_borders, ranks, CUTS[ranks]))
+
+
+@on_ranks(2)
+def test_what_is_joined_of_several_ranks():
+    torch.manual_seed(0)
+    x = torch.randn(3, 8, 5, dtype=torch.float64)
+    functions = {
+        "an element of the smaller part": lambda x: x * torch.cat([x[:, 0], x[:, 7], x[:, 1]])[4, 1].item(),
+        "that part alone, stacked": lambda x: torch.stack([torch.cat([x[:, 0], x[:, 7][:1]])[3:] for _ in "ab"]).exp(),
+        "joined again": lambda x: torch.cat([torch.cat([x[:, 0], x[:, 7][:1]]), x[:, 1]]).exp(),
+        "written to": lambda x: torch.cat([x[:, 0], x[:, 7]]).add_(1).sigmoid(),
+        "written to, then stacked": lambda x: torch.stack([torch.cat([x[:, i], x[:, 7]]).add_(1) for i in (0, 1, 6)]),
+        "with more of what is replicated": lambda x: torch.cat([x[:, 0], x[:, 7], torch.ones(9, 5).double()]).exp(),
+        "with a sum": lambda x: torch.cat([x[:, 0], x[:, 1] + x[:, 7], x[:, 6]]).exp(),
+        "with a shard": lambda x: torch.cat([x[:, 0], x[:, 7], x[0].cos()]).exp(),
+        "other dtypes": lambda x: torch.cat([x[:, 0].float(), x[:, 7]]).exp(),
+        "nothing": lambda x: torch.cat([x[:, 0][:0], x[:, 7][:0], x[:, 7], x[:, 0].narrow(0, 0, 0)]).exp(),
+    }
+    for function in functions.values():
+        assert_matches_unsharded(function, x, mesh_shape=2, placements=[Shard(1)], shard_sizes={0: (5, 3)})
+
+
+@on_ranks(4)
+def test_borders_on_meshes_of_two_dims():
+    x = torch.randn(3, 4, 2, 4, 4, dtype=torch.float64)
+    for placements, cuts in (([Shard(0), Shard(1)], {0: (1, 2), 1: (3, 1)}), ([Shard(1), Shard(2)], {0: (1, 3)})):
+        assert_matches_unsharded(bordered, x, mesh_shape=(2, 2), placements=placements, shard_sizes=cuts)
+
+
+def sent_for_borders(tail=lambda y: y):
+    x = shard(torch.rand(2, 8, 3, 4, 4).double(), shared_mesh(2), [Shard(1)], {0: (5, 3)}, requires_grad=True)
+    with count_communication() as forward:
+        y = bordered(x, tail=tail)
+    with count_communication() as backward:
+        y.backward(torch.ones_like(y))
+    return [(dict(count.collectives), count.messages) for count in (forward, backward)]
+
+
+def test_borders_are_sent_at_once():
+    for forward, backward in simulate_ranks(sent_for_borders, 2):
+        assert forward == backward == ({"all_to_all": 1}, 1)
+
+
 def communication():
     x = shard(torch.rand(2, 3, 8, 5).double(), shared_mesh(2), [Shard(2)], {0: (5, 3)}, requires_grad=True)
     with count_communication() as forward:
