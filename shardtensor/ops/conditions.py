@@ -7,7 +7,7 @@ from ..dispatch.registry import CONDITIONS
 _NORMS = "resharding if no other dim is long enough; a parameter that would have to be gathered"
 _MATRICES = (
     "a single sharded matrix, or fewer matrices than ranks, that take more bytes than a rank's largest shard and than "
-    "256 KiB on CPUs or 4 MiB elsewhere"
+    "256 KiB on CPUs or 4 MiB on other devices"
 )
 _MATRIX_NORMS = "nuclear and spectral norms of large sharded matrices"
 _BLOCKS = "blocks of both operands on two mesh dims that would have to be sent at once"
