@@ -184,7 +184,7 @@ def section(results: dict[str, list[Row]]) -> str:
         f"| work | {spread(work)} |",
         f"| kept for backward | {spread(kept)} |",
         "",
-        f"Above {BARS['work']} or {BARS['kept']} are:",
+        f"The table has the networks with more than {BARS['work']} for work, or more than {BARS['kept']} for memory:",
         "",
         "| network | input, sharded dim | work | kept | from |",
         "|---|---|--:|--:|---|",
