@@ -27,9 +27,9 @@ from .._compat import AutogradFunction
 from .._compat.c10d import device_of
 from ..errors import RanksDiffer
 from ..layout.intervals import boundaries_of
+from ..ranks.agreement import gather_over_group
 from ..ranks.differences import by_rank
 from ..ranks.history import SAME_VALUES
-from ..ranks.integer_rows import gather_rows
 from ..ranks.summaries import digest
 from .exchange import Exchange
 from .redistribute import all_gather, reduced
@@ -105,7 +105,7 @@ def check_same(now: Tensor, before: Tensor, text: str = _PLAIN_WRITTEN) -> None:
 def check_same_on_ranks(
     name: object, indices: Sequence[Tensor], group: dist.ProcessGroup, what: str = "the index", says: bool = False
 ) -> bool:
-    """Check that all ranks of ``group`` hold the same indices, which are not sharded; one all-gather of an integer.
+    """Check that all ranks of ``group`` hold the same indices, which are not sharded; one all-gather of integers.
 
     Ranks with other indices would wait for other rows than are sent. Nothing is compared where nothing travels, as in
     a simulation.
@@ -123,7 +123,8 @@ def check_same_on_ranks(
     """
     if device_of(group) is None:
         return says
-    rows = gather_rows([int(says), *(digest(index) for index in indices)], group, indices[0].device)
+    row = [int(says), *(digest(index) for index in indices)]
+    rows = gather_over_group(row, group, indices[0].device, "comparison of indices")
     said = [row.pop(0) for row in rows.values()]
     if len(set(map(tuple, rows.values()))) > 1:
         shown = by_rank({rank: " ".join(f"{n % 2**64:016x}" for n in theirs) for rank, theirs in rows.items()})

@@ -289,6 +289,21 @@ def compare_histories(what: str, mesh: DeviceMesh) -> None:
     gather_over_mesh((), mesh, what)
 
 
+def gather_over_group(
+    row: Sequence[int], group: dist.ProcessGroup, device: torch.device, what: str = "comparison of ranks"
+) -> dict[int, list[int]]:
+    """Every rank's ``row`` of integers (equally long everywhere), by global rank.
+
+    As :func:`gather_over_mesh` does, but in one group, and the caller compares values itself.
+    """
+    name = group.group_name
+    record(name, what, torch.int64, len(row), compares=True)
+    rows = gather_rows([*row, *fingerprint(name, with_values=False)], group, device)
+    histories = {rank: theirs[len(row) :] for rank, theirs in rows.items()}
+    _check_histories(histories, name, partial(gather_rows, group=group, device=device))
+    return {rank: theirs[: len(row)] for rank, theirs in rows.items()}
+
+
 @recomputed()
 def gather_with_history(number: Tensor, dtype: torch.dtype, group: dist.ProcessGroup) -> Tensor:
     """Every rank's ``number``, a tensor of one element, in one tensor; with them travels what :func:`gather_over_mesh`

@@ -452,6 +452,19 @@ def test_indices_that_differ_between_ranks_raise_on_all(how, debug):
             raise error
 
 
+def local_positions():
+    """One index per row of this rank's shard, where the program means one per row of the tensor."""
+    mesh, rank = shared_mesh(2), torch.distributed.get_rank()
+    a = ShardTensor.from_local(torch.ones((5, 3)[rank], 2), mesh, [Shard(0)])
+    a[torch.arange(len(a.to_local()))].sum().item()
+
+
+def test_indices_of_another_length_on_each_rank_raise_on_all():
+    for error in run_expecting_errors(local_positions, 2):
+        assert isinstance(error, shardtensor.RanksDiffer), error
+        assert "comparison of indices" in str(error) and "item" in str(error)
+
+
 # -- bad input ---------------------------------------------------------------------------------------------------------
 
 
