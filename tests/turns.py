@@ -3,7 +3,7 @@
 The part follows from the commit, so that a run repeats on another machine, and all parts have run after some commits.
 A test's part follows from its name. ``--part 3`` chooses a part, ``--part all`` takes all of them; a run that names
 files or has ``-k``, and one with ``--device`` or ``--process-group``, takes all that it selects. Whatever the part is,
-a run has what is marked ``every_run``, and of each module the first test.
+a run has what is marked ``every_run``, and a test of each module: where none is in the part, they take turns.
 
 ``--slice 2/8`` takes the second eighth of what is selected otherwise, to run everything in pieces.
 """
@@ -12,11 +12,12 @@ from __future__ import annotations
 
 import subprocess
 import zlib
+from collections import defaultdict
 from pathlib import Path
 
 import pytest
 
-PARTS = 8
+PARTS = 16
 
 
 def add_options(parser):
@@ -52,19 +53,28 @@ def told(config) -> str:
 
 def select(config, items) -> None:
     """Deselect what is not in this run's part, and not in its slice."""
-    part, left, kept, seen = chosen(config), [], [], set()
+    part, left, kept = chosen(config), [], []
     piece, pieces = map(int, (config.getoption("--slice") or "0/1").split("/"))
+    taken = set(items) if part is None else of_part(items, part)
     for item in items:
-        number, first = number_of(item.nodeid), item.path not in seen
-        seen.add(item.path)
-        always = first or item.get_closest_marker("every_run") is not None
-        in_part = part is None or always or number % PARTS == part
         # By other digits than the part, so that each part has tests in all slices.
-        in_slice = number // PARTS % pieces == piece % pieces
-        (kept if in_part and in_slice else left).append(item)
+        in_slice = number_of(item.nodeid) // PARTS % pieces == piece % pieces
+        (kept if item in taken and in_slice else left).append(item)
     if left:
         config.hook.pytest_deselected(items=left)
         items[:] = kept
+
+
+def of_part(items, part: int) -> set:
+    """The tests of a part."""
+    modules = defaultdict(list)
+    for item in items:
+        modules[item.path].append(item)
+    taken = set()
+    for tests in modules.values():
+        chosen = [t for t in tests if t.get_closest_marker("every_run") or number_of(t.nodeid) % PARTS == part]
+        taken.update(chosen or [tests[part % len(tests)]])
+    return taken
 
 
 def number_of(nodeid: str) -> int:
