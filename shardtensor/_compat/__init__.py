@@ -694,6 +694,12 @@ def constant_like(data: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
     return torch.ops.aten.lift_fresh_copy.default(data) if is_traced(tensor) else data
 
 
+def is_compiled(module: torch.nn.Module) -> bool:
+    """Whether ``torch.compile`` or TorchScript runs the module, so that its hooks would become a part of a graph."""
+    scripted = isinstance(module, torch.jit.ScriptModule)
+    return scripted or bool(module._compiled_call_impl) or hasattr(module.forward, "_torchdynamo_orig_callable")
+
+
 def uncached(reason: str) -> Exception:
     """The exception that tells torch's caches on disk that a graph has no key, and is not to be kept."""
     from torch._inductor.codecache import BypassFxGraphCache

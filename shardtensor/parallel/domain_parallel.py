@@ -57,7 +57,8 @@ class DomainParallel(ParallelStyle):
     gradients of plain inputs and weights are plain, global, and equal on all ranks.
 
     The program gets a warning if it first calls a method without the style, because this runs the submodules on plain
-    tensors. It also gets one if it ends before a method with the style has run.
+    tensors. It also gets one if it ends before a method with the style has run, and one after the first call of a
+    method, if all ranks do so much of the work alike that each has more than 1.2 times its part.
 
     Args:
         inputs: the layout of the inputs: one placement, or on a mesh of several dims a tuple with one per mesh dim. It

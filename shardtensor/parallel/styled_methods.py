@@ -28,6 +28,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
 from .._compat import not_in_graphs
+from .repeated_work import RepeatedWork
 
 
 @dataclass(frozen=True)
@@ -50,14 +51,14 @@ class _Use:
     Attributes:
         name: of its class.
         methods: those that have a style.
-        ran: whether one of them has run.
+        ran: those of them that have run.
         others: methods that have run submodules on plain tensors before that.
         watching: the hooks that notice these.
     """
 
     name: str
     methods: list[str] = field(default_factory=list)
-    ran: bool = False
+    ran: list[str] = field(default_factory=list)
     others: list[str] = field(default_factory=list)
     watching: list[RemovableHandle] = field(default_factory=list)
 
@@ -65,17 +66,21 @@ class _Use:
 class _Call:
     """A call of a styled method: whose it is, and the calls around it."""
 
-    def __init__(self, use: _Use, module: nn.Module) -> None:
+    def __init__(self, use: _Use, module: nn.Module, method: str) -> None:
         self.use, self.module, self.outer = use, module, _calls.get()
         self.is_inner = _runs(use, module)
-        if not use.ran:
-            use.ran = True
-            while use.watching:
-                use.watching.pop().remove()
+        while use.watching:
+            use.watching.pop().remove()
+        self.looks_at: RepeatedWork | None = None
+        if method not in use.ran:
+            use.ran.append(method)
+            self.looks_at = RepeatedWork(module, f"DomainParallel, {_calls_of(use, [method])}")
         _calls.set((*self.outer, self))
 
     def end(self) -> None:
         _calls.set(self.outer)
+        if self.looks_at:
+            self.looks_at.end()
 
 
 _calls: ContextVar[tuple[_Call, ...]] = ContextVar("calls of styled methods", default=())
@@ -105,7 +110,7 @@ def apply_style(module: nn.Module, method: str, style: Style, no_graph: str) -> 
 def _hook_forward(module: nn.Module, _: str, style: Style, use: _Use, decorate: Callable[[Any], Any]) -> None:
     @decorate
     def before(called: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        call = _Call(use, called)
+        call = _Call(use, called, "forward")
         return None if call.is_inner else style.given("forward", args, kwargs)
 
     @decorate
@@ -130,7 +135,7 @@ def _replace(module: nn.Module, method: str, style: Style, use: _Use, decorate: 
     @wraps(bound)
     def styled(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         function = MethodType(bound.__func__, self) if is_own else bound
-        call = _Call(use, self)
+        call = _Call(use, self, method)
         try:
             if call.is_inner:
                 return function(*args, **kwargs)

@@ -322,6 +322,48 @@ def test_tensors_that_the_module_makes():
     compare(module.weight.grad, twin.weight.grad)
 
 
+class Classifier(nn.Module):
+    """Two convolutions on shards, and two linear layers on what has been pooled, of which the first has all features
+    in one dim."""
+
+    def __init__(self, features):
+        super().__init__()
+        self.first = nn.Conv2d(2, 4, 3, padding=1)
+        self.second = nn.ConvTranspose2d(4, 2, 2, stride=2)
+        self.wide, self.last = nn.Linear(2, features), nn.Linear(features, features)
+
+    def forward(self, x):
+        pooled = self.second(self.first(x)).mean((2, 3))
+        return self.last(self.wide(pooled).tanh())
+
+
+def warned_of(call):
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        call()
+    return [str(warning.message) for warning in seen if "alike" in str(warning.message)]
+
+
+@on_ranks(3)
+def test_a_first_call_in_which_ranks_do_the_same_work():
+    x, mesh = torch.randn(1, 2, 6, 6, generator=seeded(0)), shared_mesh(3)
+    style = DomainParallel(inputs=Shard(2), outputs=Replicate())
+    module = parallelize_module(Classifier(features=100), mesh, style)
+    (text,) = warned_of(lambda: module(x))
+    # Convolutions: 36 pixels of 4 x 2 x 9 numbers, and of 4 x 2 x 4; linear layers: 10,000 numbers, and 200, with which
+    # ranks multiply what each has pooled.
+    repeated = 10_000 / (10_200 + 36 * 4 * 2 * (9 + 4))
+    assert text.startswith("DomainParallel, Classifier.forward(): all 3 ranks along mesh dim 0 do "), text
+    assert f"do {repeated:.0%} of the work" in text and f"each has {1 + 2 * repeated:.2f} times its part" in text
+    assert "is last, whose input (1, 100) is not sharded along mesh dim 0" in text and "explain --share" in text
+    assert not warned_of(lambda: module(x)) and not any(m._forward_hooks for m in module.children())
+    few = parallelize_module(Classifier(features=5), mesh, style)
+    assert not warned_of(lambda: few(x))  # a hundredth of the work
+    compiled = Classifier(features=100)
+    compiled.last.compile(backend="eager")
+    assert not warned_of(lambda: parallelize_module(compiled, mesh, style)(x))
+
+
 @on_ranks(2, timeout=120.0)
 def test_compiled_forward():
     torch.compiler.reset()
