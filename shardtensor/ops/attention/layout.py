@@ -235,15 +235,14 @@ def _exchanging(
     layout: AttentionLayout, m: int, shift: int | None, method: str, mask: ShardTensorSpec | None
 ) -> AttentionLayout:
     """The layout for the method that is taken along mesh dim ``m``."""
-    found = None
-    if method == "fetch" or (method == "auto" and _is_small(layout)):
-        found = _by_fetch(layout, m, shift)
-    elif method not in ("ring", "plain ring"):
-        found = _by_heads(layout, m, mask)
-        found = None if found and method == "auto" and not _heads_are_faster(found, m, shift) else found
-    if found is not None:
+    small = method == "fetch" or (method == "auto" and _is_small(layout))
+    if small and (found := _by_fetch(layout, m, shift)):
         return found
     balance = None if shift is None or method == "plain ring" else _balance(layout, m)
+    if not small and method not in ("ring", "plain ring"):
+        found = _by_heads(layout, m, mask)
+        if found and (method != "auto" or _heads_are_faster(found, m, shift, balance)):
+            return found
     if balance is not None and _time_of_ring(layout, m, shift, balance) >= _time_of_ring(layout, m, shift, None):
         balance = None
     return _by_ring(layout, m, shift, balance)
@@ -299,7 +298,9 @@ def _balance(layout: AttentionLayout, m: int) -> Balance:
         parts = intervals_of(chunk_sizes(length_of_all, 2 * ranks))
         return tuple((parts[r], parts[-1 - r]) for r in range(ranks))
 
-    return Balance(_shards(layout, m), tuple(parts_of(spec.shape[_SEQUENCE]) for spec in layout.targets[:3]))
+    lengths = [spec.shape[_SEQUENCE] for spec in layout.targets[:3]]
+    parts = {n: parts_of(n) for n in set(lengths)}
+    return Balance(_shards(layout, m), tuple(parts[n] for n in lengths))
 
 
 def _by_fetch(layout: AttentionLayout, m: int, shift: int | None) -> AttentionLayout | None:
@@ -390,7 +391,7 @@ def _time_of_ring(layout: AttentionLayout, m: int, shift: int | None, balance: B
     return time + 2 * constant + largest[0] * per_query + largest[1] * per_key
 
 
-def _heads_are_faster(layout: AttentionLayout, m: int, shift: int | None) -> bool:
+def _heads_are_faster(layout: AttentionLayout, m: int, shift: int | None, balance: Balance | None) -> bool:
     q = layout.targets[0]
     assert layout.head_sizes is not None
     largest_share = max(layout.head_sizes[0]) / sum(layout.head_sizes[0])
@@ -404,7 +405,7 @@ def _heads_are_faster(layout: AttentionLayout, m: int, shift: int | None) -> boo
     sent = (largest[0] * per_query + largest[1] * per_key) * (ranks - 1) / ranks
     everything = ((0, q.shape[_SEQUENCE]),), ((0, layout.targets[1].shape[_SEQUENCE]),)
     total = _scores(*everything, shift) * per_score
-    balances = [None] if shift is None else [None, _balance(layout, m)]
+    balances = [None] if balance is None else [None, balance]
     return sent + 2 * constant + total * largest_share < min(_time_of_ring(layout, m, shift, b) for b in balances)
 
 

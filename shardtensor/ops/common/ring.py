@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import compress
 from typing import Any
 
@@ -45,15 +45,15 @@ class Ring:
     Attributes:
         rank: this rank's index along the mesh dim.
         hops: for each rank's block, how many ranks it is passed on to.
+        last: the last step of any block.
     """
 
     rank: int
     hops: tuple[int, ...]
+    last: int = field(init=False, compare=False)
 
-    @property
-    def last(self) -> int:
-        """The last step of any block."""
-        return max(self.hops)
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "last", max(self.hops))  # once: every step asks for it
 
     def block(self, step: int) -> int:
         """Whose block this rank has at ``step``."""
