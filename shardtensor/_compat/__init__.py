@@ -424,13 +424,14 @@ _MADE_LIKE_ANOTHER = torch.ops.aten.empty_strided.default  # such as an input or
 
 
 class _KnownValues(FakeTensorMode):  # type: ignore[no-untyped-call]
-    """Tensors have no values, but for short plain ones that are computed from numbers alone.
+    """Tensors have no values, but for plain ones that are computed from numbers, or from tensors of the program, alone.
 
     Programs compute sizes in such tensors and then read them, such as the shapes of the maps of a pyramid, or where the
-    samples of a packed batch end. These are the same with and without the values of inputs and weights.
+    samples of a packed batch end. They check such tensors, too, such as the coordinates of a grid. These are the same
+    with and without the values of inputs and weights.
     """
 
-    SHORT = 1024  # elements
+    MOST = 1 << 22  # elements: what is larger takes time and memory, and is not read
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
@@ -447,7 +448,7 @@ class _KnownValues(FakeTensorMode):  # type: ignore[no-untyped-call]
             if not known or not given:
                 raise
             return func(*args, **kwargs)
-        if known and all(self._may_be_known(t, bool(given)) for t in tree_leaves(result)):
+        if known and all(not isinstance(t, torch.Tensor) or self._is_small(t) for t in tree_leaves(result)):
             return func(*args, **kwargs)
         # A collective receives into any of its arguments.
         written = [not computes or (a.alias_info and a.alias_info.is_write) for a in func._schema.arguments]
@@ -459,16 +460,10 @@ class _KnownValues(FakeTensorMode):  # type: ignore[no-untyped-call]
         return result
 
     def _is_known(self, t: torch.Tensor) -> bool:
-        return self._is_short(t) and type(t) is torch.Tensor and t.untyped_storage() not in self._unknown
+        return self._is_small(t) and type(t) is torch.Tensor and t.untyped_storage() not in self._unknown
 
-    def _may_be_known(self, t: Any, computed: bool) -> bool:
-        """Of a result: of numbers alone only integers are read."""
-        return not isinstance(t, torch.Tensor) or (
-            self._is_short(t) and (computed or not (t.is_floating_point() or t.is_complex()))
-        )
-
-    def _is_short(self, t: torch.Tensor) -> bool:
-        return t.device.type == "cpu" and not t.requires_grad and t.numel() <= self.SHORT
+    def _is_small(self, t: torch.Tensor) -> bool:
+        return t.device.type == "cpu" and not t.requires_grad and t.numel() <= self.MOST
 
 
 # Whether two tensors share their storage; also where they have no data.

@@ -390,6 +390,20 @@ def test_a_model_that_reads_values_is_run_with_them():
     assert "reads values after  add" in stopped.stopped and [layer.operator for layer in stopped.layers] == ["add"]
 
 
+def test_a_grid_is_checked_without_values():
+    """The coordinates of a globe, some of the program and some made on the way, as Aurora checks them."""
+    latitudes = torch.linspace(90, -90, 64)
+
+    def model(x):
+        rows = latitudes[:, None].expand(64, 96)
+        areas = F.avg_pool2d(torch.stack([rows, torch.linspace(0, 360, 96).expand(64, 96)])[None], 2)
+        assert (areas[:, 0] <= 90).all() and areas.max().item() < 361
+        return F.avg_pool2d(x, 2) * areas.sum(1)
+
+    found = shardtensor.explain(model, torch.rand(1, 3, 64, 96), mesh=2, shard=2, values=False)
+    assert not found.stopped and not found.not_compared
+
+
 def test_tensors_of_numbers_alone_are_read_without_values():
     """The sizes of the maps of a pyramid, which detectors keep in a tensor."""
 
