@@ -39,7 +39,8 @@ def scatter_batch(batch: PyTree, mesh: DeviceMesh, placements: PyTree, *, shard_
             told = b"b" + messages.encode(messages.describe(batch, Layout(mesh, placements, shard_sizes), tensors))
         except Exception as error:
             told = b"e" + messages.encode_error(error, traceback.format_exc())
-    texts = texts_over_mesh(f"{'' if batch is None else _digest(batch, early)}:{told.decode()}", mesh)
+    said = f"{'' if batch is None else _digest(batch, early)}:{told.decode()}"
+    texts = texts_over_mesh(said, mesh, "scatter of a batch")
     digests = {rank: theirs.partition(":")[0] for rank, theirs in texts.items()}
     text = texts[source].partition(":")[2]
     if others := [rank for rank, digest in digests.items() if digest not in ("", digests[source])]:

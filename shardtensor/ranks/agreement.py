@@ -385,9 +385,15 @@ def _gather_rows(row: Sequence[int], mesh: DeviceMesh) -> Table:
     return rows
 
 
-def texts_over_mesh(text: str, mesh: DeviceMesh) -> dict[int, str]:
-    """Every rank's ``text``, by global rank. Collective over the mesh."""
-    return gather_texts(text, partial(_rows_by_rank, mesh=mesh))
+def texts_over_mesh(text: str, mesh: DeviceMesh, what: str = "comparison of texts") -> dict[int, str]:
+    """Every rank's ``text``, by global rank. Collective over the mesh; compares as :func:`gather_over_mesh`."""
+
+    def lengths(row: Sequence[int]) -> dict[int, list[int]]:
+        # As long as what item() sends: a rank that reads a number instead learns of it, and does not wait for the rest.
+        rows = gather_over_mesh([*row, 0], mesh, what)
+        return {rank_at(mesh, at): theirs[:1] for at, theirs in rows.items()}
+
+    return gather_texts(text, partial(_rows_by_rank, mesh=mesh), lengths)
 
 
 def _rows_by_rank(row: Sequence[int], mesh: DeviceMesh) -> dict[int, list[int]]:

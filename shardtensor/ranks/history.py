@@ -52,7 +52,7 @@ from torch import Tensor
 from .._compat import hidden_from_program
 from ..context import caller_of_backward
 from ..errors import ThreadConflict
-from ..layout.caches import forgets
+from ..layout.caches import check_world, forgets
 from .callers import called_from
 from .debug_mode import NAME, debug_enabled, environment
 from .differences import by_rank, first_difference
@@ -224,6 +224,7 @@ def values_compared(group: str) -> None:
 def _log(group: str) -> _Log:
     log = _logs.get(group)
     if log is None:
+        check_world()  # what is of another world goes now, and not later on some ranks only, with this
         log = _logs[group] = _Log()
         for function in at_first:
             function()

@@ -13,6 +13,7 @@ from .cuda_graphs import OUTSIDE, check_not_captured
 from .waiting import wait_for
 
 Key = TypeVar("Key")
+Gather = Callable[[Sequence[int]], Mapping[Key, list[int]]]
 
 
 def gather_rows(row: Sequence[int], group: dist.ProcessGroup, device: torch.device | str) -> dict[int, list[int]]:
@@ -42,9 +43,13 @@ def alike(row: Sequence[int], group: dist.ProcessGroup) -> bool:
     return bool(answer)
 
 
-def gather_texts(text: str, gather: Callable[[Sequence[int]], Mapping[Key, list[int]]]) -> dict[Key, str]:
-    """Every rank's ``text``, by the keys of ``gather``, which gathers rows as :func:`gather_rows` does."""
+def gather_texts(text: str, gather: Gather[Key], lengths: Gather[Key] | None = None) -> dict[Key, str]:
+    """Every rank's ``text``, by the keys of ``gather``, which gathers rows as :func:`gather_rows` does.
+
+    Args:
+        lengths: what gathers the texts' lengths, in rows of one number; default: ``gather``.
+    """
     data = list(text.encode())
-    longest = max(length for [length] in gather([len(data)]).values())
+    longest = max(length for [length] in (lengths or gather)([len(data)]).values())
     rows = gather([len(data), *data, *[0] * (longest - len(data))])
     return {key: bytes(data[:length]).decode() for key, (length, *data) in rows.items()}

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from unittest import mock
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -10,7 +13,8 @@ from on_ranks import on_ranks
 from torch import nn
 from torch.distributed.tensor import Partial, Replicate, Shard
 
-from shardtensor import RanksDiffer, ShardTensor, scatter_tensor
+from shardtensor import LostRankError, RanksDiffer, ShardTensor, scatter_tensor
+from shardtensor.data.batches import scatter_batch
 from shardtensor.debug import check
 from shardtensor.ranks.history import as_text, difference, fingerprint, forget_history, record
 from shardtensor.testing import count_communication, run_distributed, run_expecting_errors, shard, shared_mesh
@@ -89,6 +93,8 @@ def differ(what, ask):
         ShardTensor.from_local(torch.ones(2), mesh, (Shard(0),))
     elif ask == "scatter":
         scatter_tensor(torch.ones(2) if mesh.get_local_rank() == 0 else None, mesh, (Shard(0),))
+    elif ask == "batch":
+        scatter_batch({"x": torch.ones(2)} if mesh.get_local_rank() == 0 else None, mesh, (Shard(0),))
     elif ask == "full_tensor":
         y.full_tensor()
     elif ask == "check":
@@ -107,11 +113,31 @@ def test_what_one_rank_does_otherwise_is_named_on_all_with_the_next_number(what,
             raise error
 
 
-@pytest.mark.parametrize("ask", ("from_local", "scatter", "full_tensor", "check"))
+@pytest.mark.parametrize("ask", ("from_local", "scatter", "batch", "full_tensor", "check"))
 def test_every_call_that_compares_or_gathers_tells(ask):
     for error in run_expecting_errors(differ, 2, "another operator", ask):
         assert isinstance(error, RuntimeError)
         assert "number" in str(error) and "max_pool2d" in str(error)
+
+
+def one_batch_more(debug):
+    """Rank 0's loader is longer; every call has been made before."""
+    mesh = shared_mesh(2)
+    with mock.patch.dict("os.environ", SHARDTENSOR_DEBUG=str(int(debug))):
+        for step in range(2 + (mesh.get_local_rank() == 0)):
+            batch = scatter_batch({"x": torch.full((5,), float(step))}, mesh, (Shard(0),))
+            total = batch["x"].sum()
+            if step == 0:
+                total.item()
+        total.item()
+
+
+@pytest.mark.parametrize("debug", (False, True))
+def test_a_batch_that_only_one_rank_has_is_named_on_both(debug):
+    for error in run_expecting_errors(one_batch_more, 2, debug):
+        assert isinstance(error, RanksDiffer | LostRankError)
+        number = r"number \d+ was scatter of a batch .* on rank 0, (all-reduce|item) .* on rank 1"
+        assert re.search(number, str(error)), error
 
 
 # -- what is left alone ------------------------------------------------------------------------------------------------
