@@ -30,8 +30,10 @@ from ...dispatch.planning import AtenCall, Path, is_inplace, meta_of, operand, r
 from ...layout.intervals import clipped, map_boundaries
 from ...layout.placements import AxisLayout
 from ...layout.spec import ShardTensorSpec
+from ..common.alignment import is_little
 from ..common.named_dims import Along, Axis, Choice, Form, Labels, Option, arrange
 
+_BLOCKS = 8  # times a result, that travel for it to be sharded
 INDEXED = "indexed"  # the label of a dim that is indexed; None is that of a dim of length 1 that is expanded
 
 
@@ -156,18 +158,23 @@ class IndexLayout:
     def spread(self, m: int) -> None:
         """Shard a large result, instead of leaving it Partial.
 
-        A Partial is as large as the result on every rank. If that is more than an even shard of what is read, the
-        result is sharded along the longest dim that it has of the index, in the proportions of the dim that is indexed.
+        A Partial is as large as the result on every rank, and each does alike what follows. So the result is sharded
+        along the longest dim that it has of the index, in the proportions of the dim that is indexed, if it is more
+        than an even shard of what is read; or if it takes longer to send than an exchange does, and the entries are
+        rows, or enough of what is read for blocks of that to travel (tokens that are kept of an image's).
         """
         axis, ranks = self.axes[m], self.mesh.size(m)
         if axis.indexed is None or axis.broadcast is not None:
             return
-        spec = self.specs[self.first]
-        if self.call.meta.numel() * ranks <= spec.shape.numel():
-            return
+        spec, entries = self.specs[self.first], self.call.meta.numel()
         taken = {label for axis in self.axes for label in axis.taken()}
         index_labels = {label for path in self.roles if path != self.first for label in self.roles[path]}
         free = [label for label in self.out if label in index_labels and label is not None and label not in taken]
+        if entries * ranks <= spec.shape.numel():
+            read = set(self.roles[self.first])
+            if is_little(spec, entries) or (read & index_labels and spec.shape.numel() > _BLOCKS * entries):
+                return
+            free = [label for label in free if label not in read and self.shortest[label] >= ranks]
         if free:
             label = max(free, key=lambda label: self.shortest[label])
             n = self.longest[label]

@@ -31,21 +31,35 @@ _aten = torch.ops.aten
 # -- geometry ---------------------------------------------------------------------------------------------
 
 
+_UNEVEN = 1.5  # the largest shard, as a multiple of an even one
+
+
 def joined_sizes(pieces: Sequence[tuple[int, Sequence[int] | None]], ranks: int) -> tuple[int, ...]:
     """Sizes of what is joined from pieces of ``(length, sizes)``; None for a piece that is replicated.
 
     Each rank gets as much as it had. A replicated piece goes to the first rank where it comes before all sharded
-    pieces, to the last rank after them, and is spread in between.
+    pieces, and to the last rank after them, which sends nothing. In between it is spread. So is one that would leave
+    that rank with half as much again as an even shard, such as the mask tokens of an autoencoder behind the few that
+    are encoded.
 
     Example:
         >>> joined_sizes([(7, (5, 2)), (5, (2, 3))], 2), joined_sizes([(1, None), (8, (5, 3)), (2, None)], 2)
         ((7, 5), (6, 5))
+        >>> joined_sizes([(4, (2, 2)), (12, None)], 2)
+        (8, 8)
     """
+    at_ends, spread = _joined_sizes(pieces, ranks, False), _joined_sizes(pieces, ranks, True)
+    too_much = max(at_ends) * ranks > _UNEVEN * sum(at_ends)
+    return spread if too_much and max(spread) < max(at_ends) else at_ends
+
+
+def _joined_sizes(pieces: Sequence[tuple[int, Sequence[int] | None]], ranks: int, spreads: bool) -> tuple[int, ...]:
+    """The same with all replicated pieces spread, or those alone that are in between."""
     places = [i for i, (_, sizes) in enumerate(pieces) if sizes is not None]
     total = [0] * ranks
     for i, (n, sizes) in enumerate(pieces):
         if sizes is None:
-            if not places or places[0] < i < places[-1]:
+            if spreads or not places or places[0] < i < places[-1]:
                 sizes = chunk_sizes(n, ranks)
             else:
                 sizes = [n if r == (0 if i < places[0] else ranks - 1) else 0 for r in range(ranks)]

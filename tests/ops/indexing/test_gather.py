@@ -367,3 +367,51 @@ def test_clipped_sizes_begin_alike(sizes, n):
     assert sum(found) == n and min(found) >= 0 and len(found) == len(sizes)
     assert all(sum(found[:k]) == min(n, sum(sizes[:k])) for k in range(len(sizes)))
     assert clipped(clipped(sizes, sum(sizes) + 3), sum(sizes)) == tuple(sizes)
+
+
+# -- a part of the tokens ----------------------------------------------------------------------------------------------
+
+
+KEPT = torch.stack([torch.randperm(130, generator=seeded(i))[:33] for i in range(2)])  # of 130 tokens in each sample
+
+
+def picked(how, x):
+    """A masked autoencoder's encoder computes with these."""
+    rows, features = KEPT.to(x.device), x.shape[-1]
+    if how == "gather":
+        return x.gather(1, rows[..., None].expand(-1, -1, features))
+    if how == "x[samples, index]":
+        return x[torch.arange(2, device=x.device)[:, None], rows]
+    if how == "index_select":
+        return x.index_select(1, rows[0])
+    return x[:, rows[1]]
+
+
+@pytest.mark.parametrize("how", ["gather", "x[samples, index]", "index_select", "x[:, index]"])
+@pytest.mark.parametrize("sizes", [(65, 65), (80, 0, 50)], ids=str)
+def test_a_part_of_the_tokens_is_sharded_if_it_is_large(sizes, how):
+    run_distributed(parts_of_tokens, len(sizes), sizes, how)
+
+
+def parts_of_tokens(sizes, how):
+    mesh = shared_mesh(len(sizes))
+    few, many = (torch.randn(2, 130, n, generator=seeded(1), dtype=torch.float64) for n in (8, 600))
+    kept = picked(how, shard(few, mesh, [Shard(1)], {0: sizes}))
+    assert kept.placements == (Partial(),)  # which takes no longer to reduce than an exchange
+    kept = picked(how, shard(many, mesh, [Shard(1)], {0: sizes}))
+    assert kept.placements == (Shard(1),)
+    mine, even = kept._spec.sizes_along(0), 33 / 130
+    assert all(abs(m - n * even) <= 1 for m, n in zip(mine, sizes, strict=True)), mine
+    common = {"mesh": mesh, "placements": [Shard(1)], "shard_sizes": {0: sizes}}
+    assert_matches_unsharded(lambda x: picked(how, x).sin(), many, **common)
+
+
+@on_ranks(2)
+def test_one_score_of_each_row_stays_partial():
+    """Blocks of all classes would travel for one of each."""
+    mesh = shared_mesh(2)
+    scores = torch.randn(40_000, 10, generator=seeded(2))
+    labels = numbers(40_000, 1, high=10)
+    found = shard(scores, mesh, [Shard(1)], {0: (7, 3)}).gather(1, labels)
+    assert found.placements == (Partial(),)
+    torch.testing.assert_close(found.full_tensor(), scores.gather(1, labels))

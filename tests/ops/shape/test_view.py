@@ -10,6 +10,7 @@ from halves import in_halves
 from hypothesis import given
 from hypothesis import strategies as st
 from on_ranks import on_ranks
+from seeded import seeded
 from spatial_cases import check_cases, data
 from torch.distributed.tensor import Partial, Replicate, Shard
 
@@ -445,6 +446,23 @@ def test_joining_the_pieces_of_a_split_gives_its_cut(sizes, draw):
         cuts = [max(a, min(b, c)) for c in boundaries_of(sizes)]
         pieces.append((b - a, tuple(y - x for x, y in zip(cuts, cuts[1:]))))
     assert joined_sizes(pieces, len(sizes)) == tuple(sizes)
+
+
+@pytest.mark.parametrize("sizes", [(2, 2), (3, 0, 1)], ids=str)
+def test_many_rows_of_a_plain_tensor_are_spread_behind_few_of_a_shard(sizes):
+    run_distributed(few_and_many, len(sizes), sizes)
+
+
+def few_and_many(sizes):
+    mesh, ranks = shared_mesh(len(sizes)), len(sizes)
+    few, many = (torch.randn(2, n, 3, generator=seeded(n), dtype=torch.float64) for n in (sum(sizes), 12))
+    x = shard(few, mesh, [Shard(1)], {0: sizes})
+    for before, fn in ((0, lambda x: torch.cat([x, many], 1)), (1, lambda x: torch.cat([many, x], 1))):
+        assert max(fn(x)._spec.sizes_along(0)) * ranks <= 1.5 * 16, (before, fn(x)._spec)
+        options = {"mesh": mesh, "placements": [Shard(1)], "shard_sizes": {0: sizes}}
+        assert_matches_unsharded(lambda x, fn=fn: fn(x).sin(), few, **options)
+    border = torch.cat([many[:, :1], x, many[:, :1]], 1)  # as padding adds it
+    assert border._spec.sizes_along(0) == (sizes[0] + 1, *sizes[1:-1], sizes[-1] + 1)
 
 
 @given(SIZES, st.integers(0, 30))
