@@ -390,6 +390,25 @@ def test_a_model_that_reads_values_is_run_with_them():
     assert "reads values after  add" in stopped.stopped and [layer.operator for layer in stopped.layers] == ["add"]
 
 
+class Speech(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.memory, self.last = nn.LSTM(8, 8, 2), nn.Conv1d(8, 2, 3, padding=1)
+
+    def forward(self, x):
+        return self.last(self.memory(x.permute(2, 0, 1))[0].permute(1, 2, 0))
+
+
+def test_what_a_layers_backward_pass_computes_again_is_that_layers():
+    """A recurrent layer's, by a graph of its own."""
+    x = torch.rand(1, 8, 64, dtype=torch.float64, requires_grad=True)
+    found = shardtensor.explain(Speech().double(), x, mesh=2, shard=2, backward=True)
+    memory, last = ([layer for layer in found.layers if layer.operator == name] for name in ("lstm", "conv1d"))
+    assert last[0].shares[0].flops == (3072, 6144) and last[0].whole.flops == (6144, 12288)
+    forward, backward = memory[0].shares[0].flops
+    assert forward == 65536 and backward == 3 * forward  # the forward pass again, and two products for each of its
+
+
 def test_a_grid_is_checked_without_values():
     """The coordinates of a globe, some of the program and some made on the way, as Aurora checks them."""
     latitudes = torch.linspace(90, -90, 64)

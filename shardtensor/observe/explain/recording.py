@@ -228,6 +228,8 @@ class Recorder:
         self._phase = 0
         self._starts: list[int] = []  # numbers of the first nodes of rows, ascending
         self._owners: list[Row] = []
+        self._end = 0  # the number that the first node after the forward pass has
+        self._outer: Row | None = None  # whose backward pass runs
         self._model = model
         # Memory that is not kept for the backward pass, or was counted already; held, so that no address comes twice.
         self._known: dict[int, Any] = {}
@@ -258,7 +260,7 @@ class Recorder:
     def backward(self) -> Iterator[None]:
         """Record a backward pass."""
         self._close(self._row)
-        self._phase = 1
+        self._phase, self._end = 1, next_node()
         with LocalCalls(self.communicate, self.compute):
             yield
 
@@ -339,7 +341,10 @@ class Recorder:
             node = current_node()
             at = bisect_right(self._starts, node) - 1
             if 0 < node < 2**63 and at >= 0:
-                return self._owners[at]
+                # Nodes that a backward pass makes for itself, and runs, are its operator's: a recurrent layer's, say.
+                if node < self._end or self._starts[at] >= self._end or self._outer is None:
+                    self._outer = self._owners[at]
+                return self._outer
             if self._weights is None:  # what is summed at the end of a backward pass
                 self._weights = Row("", WEIGHTS, -1)
                 self.rows.append(self._weights)
