@@ -87,6 +87,12 @@ NETWORKS = {
 # -- those whose results are several tensors ---------------------------------------------------------------------------
 
 VIT = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
+MASKED = {
+    "decoder_hidden_size": 16,
+    "decoder_num_hidden_layers": 1,
+    "decoder_num_attention_heads": 2,
+    "decoder_intermediate_size": 32,
+}
 PYRAMID = {**STAGES, "num_attention_heads": [1, 1, 2, 2], "drop_path_rate": 0.0, **NO_DROPOUT}
 IMAGE, VIDEO, IDS, SERIES = (1, 3, 64, 64), (1, 4, 3, 32, 32), (2, 21), (5, 32, 3)
 
@@ -128,17 +134,17 @@ IMAGES = {
         use_relative_position_bias=True,
         drop_path_rate=0.0,
     ),
-    "ViTMAE": model(
+    "ViTMAE": model("ViTMAEForPreTraining", "ViTMAEConfig", **VIT, **NO_DROPOUT, **MASKED, image_size=64, patch_size=8),
+    # The tokens that are kept are sharded only if they are more than some 100 KiB.
+    "ViTMAE, batch": model(
         "ViTMAEForPreTraining",
         "ViTMAEConfig",
-        **VIT,
+        (9, 3, 128, 128),
+        **{**VIT, "hidden_size": 64},
         **NO_DROPOUT,
-        image_size=64,
+        **MASKED,
+        image_size=128,
         patch_size=8,
-        decoder_hidden_size=16,
-        decoder_num_hidden_layers=1,
-        decoder_num_attention_heads=2,
-        decoder_intermediate_size=32,
     ),
     "CLIP": model("CLIPVisionModel", "CLIPVisionConfig", **VIT, image_size=64, patch_size=8),
     "SigLIP": model("SiglipVisionModel", "SiglipVisionConfig", **VIT, image_size=64, patch_size=8),
