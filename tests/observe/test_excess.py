@@ -6,12 +6,14 @@ import sys
 
 import pytest
 import torch
+import torch.nn.functional as F
 from on_ranks import on_ranks
 from torch import nn
 from torch.distributed.tensor import Shard
 from torch.utils.checkpoint import checkpoint
 
 import shardtensor
+from shardtensor import ShardTensor
 from shardtensor.__main__ import main
 from shardtensor.testing import shard, shared_mesh
 
@@ -198,3 +200,29 @@ def test_command(capsys, monkeypatch):
     assert main(command.split()) == 0
     shown = capsys.readouterr().out
     assert shown.startswith("1.0 is a rank's part of the input: work 1.5") and "alike, from mlp.0 linear on" in shown
+
+
+def mirrored(x, evens):
+    """To a multiple of a window, as networks of image restoration do it."""
+    x = torch.cat([x, x.flip(2)], 2)[:, :, : x.shape[2] + 4]
+    x = x.redistribute(shard_sizes="even") if evens else x
+    for _ in range(3):
+        x = F.conv2d(x, torch.ones(4, 4, 3, 3), padding=1)
+    return x
+
+
+def test_uneven_shards_that_an_operator_makes_are_named_with_a_remedy():
+    x = torch.rand(1, 4, 60, 16)
+    found = shardtensor.explain(lambda x: mirrored(x, evens=False), x, mesh=2, shard=2, values=False)
+    assert found.excess.work > 1.8
+    assert "100% of the work is done with shards of very different sizes.\n" in found.share()
+    assert "__getitem__ gives S(2)[60, 4], (1, 4, 64, 16), of\n    (1, 4, 120, 16) S(2)[60, 60]." in found.share()
+    assert 'redistribute(shard_sizes="even")' in found.share()
+
+    def advised(x):
+        return mirrored(x, evens=isinstance(x, ShardTensor))
+
+    better = shardtensor.explain(advised, x, mesh=2, shard=2, values=False)
+    assert better.excess.work == 1.0 and "sizes" not in better.share()
+    given = shardtensor.explain(lambda x: F.conv2d(x, torch.ones(4, 4, 1, 1)), x, mesh=2, shard=2, shard_sizes=(55, 5))
+    assert "sizes" not in given.share()  # as the caller wants it

@@ -7,6 +7,7 @@ the same work. The counts of one process are those of the same run without shard
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
@@ -15,6 +16,8 @@ from .layers import Layer, Share
 _ALL = 0.95  # of what one process computes: a rank that does so much of it does all
 _MATTERS = 0.05  # of the network's work: what is less is not worth a line
 _HIGH = 1.1
+_UNEVEN = 1.5  # the largest shard, as a multiple of an even one
+_SIZES = re.compile(r"S\(\d+\)\[([\d, ]+)\]")  # in a layout's text
 
 
 class Excess(NamedTuple):
@@ -104,6 +107,32 @@ def repeated(layers: Sequence[Layer], parts: dict[int, float]) -> str:
             f"redistribute its result, e.g. to Shard({longest}).",
         ]
     )
+
+
+def uneven(layers: Sequence[Layer], parts: dict[int, float]) -> str:
+    """Where shards become very uneven, so that one rank does most of the work; "" if little is done with such."""
+    total = _of_one(layers, _flops)
+    if not total or _ratio(parts, layers, _flops) <= _HIGH:
+        return ""
+    for i, layer in enumerate(layers):
+        if _unevenness(layer.layout) > _UNEVEN * max(map(_unevenness, layer.operands), default=1.0):
+            work = _of_one([each for each in layers[i:] if layer.layout in "; ".join(each.operands)], _flops)
+            if work > _MATTERS * total:
+                return "\n    ".join(
+                    [
+                        f"{work / total:.0%} of the work is done with shards of very different sizes.",
+                        f"{layer.name} gives {layer.layout}, {tuple(max(layer.shapes, key=len))}, of",
+                        f"{'; '.join(layer.operands)}.",
+                        'Redistribute its result: redistribute(shard_sizes="even").',
+                    ]
+                )
+    return ""
+
+
+def _unevenness(layout: str) -> float:
+    """The largest shard of a layout, as a multiple of an even one; 1.0 where nothing is sharded."""
+    sizes = [[int(n) for n in each.split(",")] for each in _SIZES.findall(layout)]
+    return max((max(own) * len(own) / sum(own) for own in sizes if sum(own)), default=1.0)
 
 
 def _is_repeated(layer: Layer) -> bool:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ..counting import Communication
-from .excess import Excess, by_module, excess_of, repeated
+from .excess import Excess, by_module, excess_of, repeated, uneven
 from .layers import Layer, imbalance
 
 # -- results -----------------------------------------------------------------------------------------------------------
@@ -62,7 +62,8 @@ class Explanation:
         return excess_of(self.layers, self.parts) if self.parts else None
 
     def share(self) -> str:
-        """Return a line for the model, one for each module that is far from its part, and where repeated work begins.
+        """Return a line for the model, one for each module that is far from its part, and where repeated work begins,
+        or work on very uneven shards.
 
         The numbers are those of :attr:`excess`.
         """
@@ -70,7 +71,7 @@ class Explanation:
             return f"not compared with one process: {self.not_compared}"
         lines = [f"1.0 is a rank's part of the input: {self.excess}"]
         lines += [f"    {path}: {excess}" for path, excess in by_module(self.layers, self.parts)]
-        return "\n".join([*lines, *filter(None, [repeated(self.layers, self.parts)])])
+        return "\n".join([*lines, *filter(None, (tell(self.layers, self.parts) for tell in (repeated, uneven)))])
 
     @property
     def refused(self) -> tuple[Layer, ...]:
