@@ -118,10 +118,11 @@ def uneven(layers: Sequence[Layer], parts: dict[int, float]) -> str:
         if _unevenness(layer.layout) > _UNEVEN * max(map(_unevenness, layer.operands), default=1.0):
             work = _of_one([each for each in layers[i:] if layer.layout in "; ".join(each.operands)], _flops)
             if work > _MATTERS * total:
+                shape = max(layer.shapes, key=len)
                 return "\n    ".join(
                     [
                         f"{work / total:.0%} of the work is done with shards of very different sizes.",
-                        f"{layer.name} gives {layer.layout}, {tuple(max(layer.shapes, key=len))}, of",
+                        f"{layer.name} gives {layer.layout}, {tuple(shape)}, of",
                         f"{'; '.join(layer.operands)}.",
                         'Redistribute its result: redistribute(shard_sizes="even").',
                     ]
