@@ -2,7 +2,7 @@
 
 Every network is previewed on two ranks, without values, at a size of use. Of each: how much the busiest rank computes
 and keeps for the backward pass, divided by its part of what one process does (``excess`` of ``shardtensor.explain``).
-Networks without products are left out, such as measures of images.
+Programs with fewer than three products are left out: measures of images, an operation behind a convolution.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ RESULTS = FOLDER / "benchmarks" / "results" / "shares.json"
 PAGE = FOLDER / "docs" / "performance.md"
 MARKS = "<!-- begin: written by make shares -->", "<!-- end: shares -->"
 ENOUGH = 8  # rows of each shard, of the coarsest map
+PRODUCTS = 3  # of a network, at least
 LONGEST = 32  # times the size in the tests
 BARS = {"work": 1.15, "kept": 1.2}
 SECONDS = 120  # of this process's own time, for each preview
@@ -92,8 +93,8 @@ def counted(name: str, network: Network, package: Any) -> Row:
         if found.refused or found.stopped or found.excess is None:
             reason = found.stopped or next((layer.refused for layer in found.refused), "it has nothing to compare with")
             return replace(row, why=reason.splitlines()[0]) if row.work is None else row
-        if not any(layer.whole and sum(layer.whole.flops) for layer in found.layers):
-            return replace(row, why="no products")
+        if sum(bool(layer.whole and sum(layer.whole.flops)) for layer in found.layers) < PRODUCTS:
+            return replace(row, why="too few products for a network")
         work, kept = (round(each, 2) for each in found.excess)
         kept = kept if found.differentiated else None
         row = Row(name, tuple(shape), network.dim, work, kept, found.share() if is_high(work, kept) else "")

@@ -14,14 +14,16 @@ class Fixed(nn.Module):
 
     def __init__(self, size: int) -> None:
         super().__init__()
-        self.layers = nn.Sequential(nn.Conv2d(3, 4, 3, 2, 1), nn.Flatten(), nn.Linear(4 * size * size, 8))
+        convolutions = nn.Conv2d(3, 3, 1), nn.Conv2d(3, 4, 3, 2, 1)
+        self.layers = nn.Sequential(*convolutions, nn.Flatten(), nn.Linear(4 * size * size, 8))
 
     def forward(self, x):
         return self.layers(x)
 
 
 def pools(_):
-    return nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.AvgPool2d(8), nn.Conv2d(4, 8, 3, padding=1))
+    first, second, last = nn.Conv2d(3, 4, 3, padding=1), nn.Conv2d(4, 8, 3, padding=1), nn.Conv2d(8, 1, 1)
+    return nn.Sequential(first, nn.AvgPool2d(8), second, last)
 
 
 def test_shards_are_lengthened_until_no_map_is_short():
@@ -41,7 +43,7 @@ def test_what_cannot_be_counted_says_why():
 
     row = counted("reads", Network(pools, (1, 3, 32, 8), call=reads), torch)
     assert row.work is None and row.why
-    assert counted("relu", Network(lambda _: nn.ReLU(), (1, 3, 32, 8)), torch).why == "no products"
+    assert counted("relu", Network(lambda _: nn.ReLU(), (1, 3, 32, 8)), torch).why == "too few products for a network"
 
 
 def test_the_section_names_what_is_above_the_bars():
