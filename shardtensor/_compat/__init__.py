@@ -689,6 +689,10 @@ def constant_like(data: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
     return torch.ops.aten.lift_fresh_copy.default(data) if is_traced(tensor) else data
 
 
+# Whether a profiler of torch records in this thread.
+is_profiled: Callable[[], bool] = torch.autograd._profiler_enabled  # type: ignore[attr-defined]
+
+
 def is_compiled(module: torch.nn.Module) -> bool:
     """Whether ``torch.compile`` or TorchScript runs the module, so that its hooks would become a part of a graph."""
     scripted = isinstance(module, torch.jit.ScriptModule)

@@ -7,6 +7,10 @@ the collective is complete, and lets other threads run in between, as implementa
 Where a host has more ranks than cores, asking takes time from the ranks that are waited for: there it sleeps sooner,
 and inside the transport, which is woken by what arrives. Each rank decides that alone, for what is communicated is the
 same.
+
+A rank that is profiled does not ask. A work that is complete notes the end of a profiled event while it holds its lock,
+and where a function has Python's hooks for saved tensors, as in activation checkpointing, it then waits for the
+interpreter. That is held by who asks, and waits for the lock. ``Work.wait`` lets go of the interpreter.
 """
 
 from __future__ import annotations
@@ -14,7 +18,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from datetime import timedelta
 from functools import cache
 from threading import get_ident
@@ -22,6 +26,7 @@ from threading import get_ident
 import torch.distributed as dist
 from torch import Tensor
 
+from .._compat import is_profiled
 from .failures import check_raised, lost, stop_telling, waiting
 from .history import check_conflict, conflicts
 
@@ -66,8 +71,11 @@ def wait_for(work: dist.Work, result: Tensor | None, group: dist.ProcessGroup) -
     waited = _observer(group) if _observer is not None else None
     try:
         # Works of other classes, of groups for tests, may never be complete.
-        if result is not None and result.is_cpu and type(work) is dist.Work and not work.is_completed():
-            _poll(work, group)
+        if result is not None and result.is_cpu and type(work) is dist.Work:
+            if is_profiled():
+                _wait_long(work, group)
+            elif not work.is_completed():
+                _poll(work, group)
         try:
             work.wait()
         except RuntimeError as error:
@@ -82,24 +90,40 @@ def wait_for(work: dist.Work, result: Tensor | None, group: dist.ProcessGroup) -
 def _poll(work: dist.Work, group: dist.ProcessGroup) -> None:
     """Wait for a collective as [Note: polling] says."""
     is_completed, now = work.is_completed, time.perf_counter
-    start = now()
-    end = start + (POLLING if _has_own_core(dist.get_world_size()) else POLLING_ON_SHARED_CORES)
-    while now() < end and not is_completed():
+    end = now() + (POLLING if _has_own_core(dist.get_world_size()) else POLLING_ON_SHARED_CORES)
+    while now() < end:
+        if is_completed():
+            return
         _give_way()
+    _wait_long(work, group)
+
+
+def _wait_long(work: dist.Work, group: dist.ProcessGroup) -> None:
+    """Wait inside of the transport, and look now and then whether another rank has raised."""
+    now = time.perf_counter
+    start = now()
     look = start + LOOKING
     waiting.add(get_ident())
     try:
-        while not is_completed():
-            with suppress(RuntimeError):  # a work that is not complete after this time can be waited for again
-                work.wait(_WHILE)
+        while not _is_over(work):
             check_conflict(group.group_name)
-            if now() > look and not is_completed():
+            if now() > look:
                 check_raised(group)
                 look = now() + min(now() - start, 10 * LOOKING)
     finally:
         waiting.discard(get_ident())
     if look > start + LOOKING:
         stop_telling(group)
+
+
+def _is_over(work: dist.Work) -> bool:
+    """Whether a work is complete, or has failed, after a while."""
+    start = time.perf_counter()
+    try:
+        work.wait(_WHILE)
+    except RuntimeError:  # a work that is not complete after this time can be waited for again
+        return time.perf_counter() - start < 0.9 * _WHILE.total_seconds()
+    return True
 
 
 @cache

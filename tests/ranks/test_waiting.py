@@ -8,11 +8,14 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
+from on_ranks import on_ranks
+from torch import nn
 from torch.distributed.tensor import Shard
+from torch.utils.checkpoint import checkpoint
 
 from shardtensor import ShardTensor
 from shardtensor.ranks import waiting
-from shardtensor.testing import run_distributed, run_expecting_errors, shared_mesh, simulate_ranks
+from shardtensor.testing import run_distributed, run_expecting_errors, shard, shared_mesh, simulate_ranks
 
 POLLS = pytest.mark.on_cpu("a device's stream waits, not the host")
 
@@ -88,3 +91,14 @@ def halo():
 
 def test_a_group_for_tests_is_not_polled():
     assert simulate_ranks(halo, 3) == [0, 0, 0]
+
+
+@on_ranks(2, timeout=40)
+def test_a_profiled_rank_does_not_wait_for_ever_in_activation_checkpointing():
+    """Whose hooks for saved tensors are Python's, see the module's docstring."""
+    x = shard(torch.randn(2, 8, 320, 24), shared_mesh(2), [Shard(2)], requires_grad=True)
+    block = nn.Sequential(nn.GroupNorm(2, 8), nn.Conv2d(8, 8, 3, padding=1), nn.GroupNorm(2, 8))
+    for _ in range(4):
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+            checkpoint(block, x, use_reentrant=False).sum().backward()
+    assert any("all_gather" in event.key or "allgather" in event.key for event in profile.key_averages())
