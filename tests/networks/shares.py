@@ -161,8 +161,11 @@ def stored() -> dict[str, list[Row]]:
 
 
 def store(results: dict[str, list[Row]]) -> None:
-    content = {module: [asdict(row) for row in results[module]] for module in sorted(results)}
-    RESULTS.write_text(json.dumps(content, indent=1) + "\n")
+    modules = []
+    for module in sorted(results):
+        rows = ",\n".join(f"  {json.dumps(asdict(row))}" for row in results[module])
+        modules.append(f" {json.dumps(module)}: [\n{rows}\n ]")
+    RESULTS.write_text("{\n" + ",\n".join(modules) + "\n}\n")
 
 
 def spread(values: list[float]) -> str:
