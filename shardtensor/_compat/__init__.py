@@ -432,6 +432,7 @@ class _KnownValues(FakeTensorMode):  # type: ignore[no-untyped-call]
     """
 
     MOST = 1 << 22  # elements: what is larger takes time and memory, and is not read
+    supports_higher_order_operators = True  # to say of them, such as flex_attention, that they need values
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
@@ -439,6 +440,8 @@ class _KnownValues(FakeTensorMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if isinstance(func, torch._ops.HigherOrderOperator):
+            raise DataDependentOutputException(func)  # type: ignore[arg-type]
         given = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
         computes = func.namespace == "aten" and torch.Tag.nondeterministic_seeded not in func.tags
         known = computes and all(map(self._is_known, given)) and (given or func is not _MADE_LIKE_ANOTHER)
