@@ -166,6 +166,9 @@ def _run(page: Page, lines: Sequence[int] | None) -> Ran:
     from shardtensor.layout import caches
 
     caches.forget()  # as a new process: what is looked at in a mesh's first calls
+    if state := sys.modules.get("accelerate.state"):  # which keeps that of an earlier test's program
+        state.AcceleratorState._reset_state(reset_partial_state=True)
+        state.GradientState._reset_state()
     before = shardtensor.extend.registered()
     module = ModuleType(re.sub(r"\W", "_", page.name))  # classes that a page defines are found by pickle and dataclass
     sys.modules[module.__name__] = module
