@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Mapping, Sequence
-from functools import lru_cache
 from operator import index
 from typing import Any, NamedTuple, SupportsIndex
 
@@ -151,7 +150,7 @@ def _first(mesh: DeviceMesh, groups: tuple[str, ...]) -> DeviceMesh:
     return mesh
 
 
-@lru_cache(maxsize=256)
+@cached(maxsize=256)
 def check_order(mesh: DeviceMesh) -> None:
     """ValueError where ranks do not ascend along a mesh dim: process groups sort theirs, and would not match it."""
     ranks = mesh.mesh

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
@@ -37,8 +38,10 @@ def init_fake_process_group(rank: int, world_size: int) -> None:
 def hide_process_groups() -> None:
     """Make a forked process one in which no process group runs.
 
-    None is destroyed: it would wait for threads that a forked process does not have.
+    None is destroyed: it would wait for threads that a forked process does not have. A group of which the tables know
+    nothing any more, as its program destroyed it, has its threads until the last mesh or cache lets go of it.
     """
+    _hidden.append(_all_process_groups())
     world = distributed_c10d._world
     tables: list[dict[Any, Any]] = [
         *(world.pg_map, world.pg_names, world.pg_group_ranks, world.pg_backend_config),
@@ -53,6 +56,16 @@ def hide_process_groups() -> None:
 
 
 _hidden: list[Any] = []
+
+
+def _all_process_groups() -> list[dist.ProcessGroup]:
+    """All that objects of Python refer to. The garbage collector lists neither groups nor what has only such in it."""
+    groups, containers = [], gc.get_objects()
+    while containers:
+        referents = {id(referent): referent for referent in gc.get_referents(*containers)}.values()
+        groups += [referent for referent in referents if issubclass(type(referent), dist.ProcessGroup)]
+        containers = [item for item in referents if type(item) in (tuple, dict) and not gc.is_tracked(item)]
+    return groups
 
 
 def clear_dtensor_caches() -> None:

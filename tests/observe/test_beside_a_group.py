@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from on_ranks import on_ranks
 from torch import nn
+from torch.distributed import DeviceMesh
 from torch.distributed.tensor import Shard
 
 import shardtensor
@@ -88,6 +89,21 @@ def test_values_are_read():
     found = shardtensor.explain(lambda x: x * x.sum().item(), torch.ones(4, 6, device="cpu"), mesh=2, shard=0)
     notes = found.notes
     assert "reads values of tensors" in notes[0]
+
+
+def explain_after_a_group():
+    """Plans and meshes of a group that is gone are freed in the copy, which has none of the group's threads."""
+    group = dist.new_group()
+    mesh = DeviceMesh.from_group(group, "cpu")
+    shard(torch.ones(4, 6), mesh, [Shard(0)]).sum()
+    dist.destroy_process_group(group)
+    del group, mesh
+    return shardtensor.explain(nn.GELU(), torch.ones(4, 6, device="cpu"), mesh=2, shard=0).to_dict()["mesh"]
+
+
+@pytest.mark.on_cpu("an ended NCCL group has no threads")
+def test_groups_that_are_gone():
+    assert run_distributed(explain_after_a_group, 2) == [[2], [2]]
 
 
 class Unsendable(Exception):
