@@ -27,7 +27,7 @@ from .._compat import AutogradFunction
 from .._compat.c10d import device_of
 from ..errors import RanksDiffer
 from ..layout.intervals import boundaries_of
-from ..ranks.agreement import gather_over_group
+from ..ranks.agreement import gather_with_history
 from ..ranks.differences import by_rank
 from ..ranks.history import SAME_VALUES
 from ..ranks.summaries import digest
@@ -123,9 +123,10 @@ def check_same_on_ranks(
     """
     if device_of(group) is None:
         return says
-    row = [int(says), *(digest(index) for index in indices)]
-    rows = gather_over_group(row, group, indices[0].device, "comparison of indices")
-    said = [row.pop(0) for row in rows.values()]
+    row = torch.tensor([int(says), *map(digest, indices)], device=indices[0].device)
+    table = gather_with_history(row, group, "comparison of indices", others=False).tolist()
+    said = [row.pop(0) for row in table]
+    rows = dict(zip(dist.get_process_group_ranks(group), table, strict=True))
     if len(set(map(tuple, rows.values()))) > 1:
         shown = by_rank({rank: " ".join(f"{n % 2**64:016x}" for n in theirs) for rank, theirs in rows.items()})
         raise RanksDiffer(

@@ -64,7 +64,7 @@ def _gathered(local: Tensor, size: int, mesh: DeviceMesh, m: int) -> tuple[int, 
     """Every rank's size, along a mesh dim."""
     check_has_values("DTensor.from_local", local)
     own = torch.tensor(size, device=local.device)
-    return tuple(gather_with_history(own, own.dtype, group_along(mesh, m)).tolist())
+    return tuple(gather_with_history(own, group_along(mesh, m)).view(-1).tolist())
 
 
 def _check_own(local: Tensor, mesh: DeviceMesh, dims: dict[int, int], shape: Sequence[int]) -> None:

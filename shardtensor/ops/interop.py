@@ -210,7 +210,7 @@ def _number_of(local: Tensor, spec: ShardTensorSpec, m: int) -> Tensor:
     axis = spec.layout[m]
     holder = axis.owner if axis.placement.is_partial() else axis.sizes.index(1)  # type: ignore[union-attr]
     own = local.reshape(-1) if local.numel() else local.new_zeros(1)
-    parts = gather_with_history(own, spec.tensor_meta.dtype, group_along(spec.mesh, m))
+    parts = gather_with_history(own, group_along(spec.mesh, m), dtype=spec.tensor_meta.dtype).view(-1)
     if holder is not None:
         return parts[holder]
     return reduced(parts.unbind(), spec.placements[m].reduce_op).to(spec.tensor_meta.dtype)  # type: ignore[attr-defined]

@@ -289,43 +289,40 @@ def compare_histories(what: str, mesh: DeviceMesh) -> None:
     gather_over_mesh((), mesh, what)
 
 
-def gather_over_group(
-    row: Sequence[int], group: dist.ProcessGroup, device: torch.device, what: str = "comparison of ranks"
-) -> dict[int, list[int]]:
-    """Every rank's ``row`` of integers (equally long everywhere), by global rank.
-
-    As :func:`gather_over_mesh` does, but in one group, and the caller compares values itself.
-    """
-    name = group.group_name
-    record(name, what, torch.int64, len(row), compares=True)
-    rows = gather_rows([*row, *fingerprint(name, with_values=False)], group, device)
-    histories = {rank: theirs[len(row) :] for rank, theirs in rows.items()}
-    _check_histories(histories, name, partial(gather_rows, group=group, device=device))
-    return {rank: theirs[: len(row)] for rank, theirs in rows.items()}
-
-
 @recomputed()
-def gather_with_history(number: Tensor, dtype: torch.dtype, group: dist.ProcessGroup) -> Tensor:
-    """Every rank's ``number``, a tensor of one element, in one tensor; with them travels what :func:`gather_over_mesh`
-    compares.
+def gather_with_history(
+    values: Tensor,
+    group: dist.ProcessGroup,
+    what: str = "item",
+    dtype: torch.dtype | None = None,
+    others: bool = True,
+) -> Tensor:
+    """Every rank's ``values``, of the same shape everywhere, flat in the rows of one tensor, on their device. With them
+    travels what :func:`gather_over_mesh` compares.
 
     Args:
-        dtype: of the tensor that it belongs to; contributions may be held in another one.
+        what: it is called there.
+        dtype: it has there; default: that of ``values``. A number may be held in another one.
+        others: compare the values of other tensors, too, that were noted before; a caller that compares ``values``
+            itself says better what differs.
 
     Raises:
         RanksDiffer: on all ranks of the group, where they have not communicated the same.
     """
-    device, name = number.device, group.group_name
-    record(name, "item", dtype, 1, compares=True)
-    # Complex numbers of double precision take two integers.
-    row = torch.tensor([0, 0, *fingerprint(name)], device=device)
-    row[:2].view(torch.uint8)[: number.nbytes].copy_(as_bytes(number))
+    device, name, size = values.device, group.group_name, values.nbytes
+    record(name, what, dtype or values.dtype, values.numel(), compares=True)
+    # Two integers at least: a complex number of double precision takes so many, and one message fits what others send.
+    words = max(2, -(-size // 8))
+    row = torch.tensor([0] * words + [*fingerprint(name, others)], device=device)
+    row[:words].view(torch.uint8)[:size].copy_(as_bytes(values))
     table = row.new_empty((group.size(), len(row)))
     wait_for(c10d_all_gather(table.view(-1), row, group), table, group)
-    fingerprints = zip(dist.get_process_group_ranks(group), table[:, 2:].tolist(), strict=True)
+    fingerprints = zip(dist.get_process_group_ranks(group), table[:, words:].tolist(), strict=True)
     _check_histories(dict(fingerprints), name, partial(gather_rows, group=group, device=device))
-    values_compared(name)
-    return table[:, :2].contiguous().view(torch.uint8)[:, : number.nbytes].contiguous().view(number.dtype).view(-1)
+    if others:
+        values_compared(name)
+    rows = table[:, :words].contiguous().view(torch.uint8)[:, :size]
+    return rows.contiguous().view(values.dtype).view(len(rows), -1)
 
 
 def _check_histories(fingerprints: Mapping[int, Sequence[int]], group: str, gather: _Gather) -> None:
