@@ -224,5 +224,7 @@ def test_uneven_shards_that_an_operator_makes_are_named_with_a_remedy():
 
     better = shardtensor.explain(advised, x, mesh=2, shard=2, values=False)
     assert better.excess.work == 1.0 and "sizes" not in better.share()
+    many = shardtensor.explain(lambda x: mirrored(x, evens=False), x, mesh=12, shard=2, values=False)
+    assert "__getitem__ gives S(2)[12 sizes, checksum" in many.share()
     given = shardtensor.explain(lambda x: F.conv2d(x, torch.ones(4, 4, 1, 1)), x, mesh=2, shard=2, shard_sizes=(55, 5))
     assert "sizes" not in given.share()  # as the caller wants it

@@ -7,17 +7,16 @@ the same work. The counts of one process are those of the same run without shard
 
 from __future__ import annotations
 
-import re
+import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
-from .layers import Layer, Share
+from .layers import Layer, Share, imbalance
 
 _ALL = 0.95  # of what one process computes: a rank that does so much of it does all
 _MATTERS = 0.05  # of the network's work: what is less is not worth a line
 _HIGH = 1.1
 _UNEVEN = 1.5  # the largest shard, as a multiple of an even one
-_SIZES = re.compile(r"S\(\d+\)\[([\d, ]+)\]")  # in a layout's text
 
 
 class Excess(NamedTuple):
@@ -115,7 +114,8 @@ def uneven(layers: Sequence[Layer], parts: dict[int, float]) -> str:
     if not total or _ratio(parts, layers, _flops) <= _HIGH:
         return ""
     for i, layer in enumerate(layers):
-        if _unevenness(layer.layout) > _UNEVEN * max(map(_unevenness, layer.operands), default=1.0):
+        shards = {rank: sum(map(math.prod, share.outputs)) for rank, share in layer.shares.items()}
+        if imbalance(shards) > _UNEVEN * imbalance(parts):  # inputs have the shards that the caller wants
             work = _of_one([each for each in layers[i:] if layer.layout in "; ".join(each.operands)], _flops)
             if work > _MATTERS * total:
                 shape = max(layer.shapes, key=len)
@@ -128,12 +128,6 @@ def uneven(layers: Sequence[Layer], parts: dict[int, float]) -> str:
                     ]
                 )
     return ""
-
-
-def _unevenness(layout: str) -> float:
-    """The largest shard of a layout, as a multiple of an even one; 1.0 where nothing is sharded."""
-    sizes = [[int(n) for n in each.split(",")] for each in _SIZES.findall(layout)]
-    return max((max(own) * len(own) / sum(own) for own in sizes if sum(own)), default=1.0)
 
 
 def _is_repeated(layer: Layer) -> bool:

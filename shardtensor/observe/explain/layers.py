@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ..counting import Communication
@@ -100,7 +101,7 @@ class Layer:
         return bool(self.refused) or any(s.messages or s.collectives or s.saved_bytes or any(s.flops) for s in shares)
 
 
-def imbalance(work: dict[int, int]) -> float:
+def imbalance(work: Mapping[int, float]) -> float:
     """The largest by the mean; 1.0 where there is none."""
     total = sum(work.values())
     return max(work.values()) * len(work) / total if total else 1.0
