@@ -57,9 +57,9 @@ def circumstances(parts: dict[str, Any]) -> list[str]:
     for part in (part for part in PARTS if part in parts):
         a = parts[part]["about"]
         machine = f"{a['cpu']}, {a['cores']} cores" + ("" if a["device"] == "cpu" else f", {a['device']}")
-        line = f"torch {a['torch']}, Python {a['python']}, {machine}, {a['date'][:10]}"
+        line = f"Measured on {a['date'][:10]} with torch {a['torch']} and Python {a['python']} on {machine}"
         lines.setdefault(line, []).append(f"{part} ({parts[part]['seconds']} s)")
-    return [f"{', '.join(names)}: {line}" for line, names in lines.items()]
+    return [f"{line}, by these benchmarks: {', '.join(names)}." for line, names in lines.items()]
 
 
 def section(parts: dict[str, Any], plots: dict[str, list[str]]) -> str:
