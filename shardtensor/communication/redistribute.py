@@ -296,12 +296,13 @@ def start_sums(
     elements = sum(map(Tensor.numel, tensors))
     record(group.group_name, "all-reduce sum", dtype, elements)
     # Every rank's numbers have to be in one order in memory, whatever the memory formats. Flat, because strides of dims
-    # of length 1 may be any, and gloo takes those that it has not made itself for overlapping memory.
+    # of length 1 may be any, and gloo takes those that it has not made itself for overlapping memory. Detached, because
+    # the transport's thread may hold them longer than this one waits, and autograd copies gradients that others hold.
     totals = [
         t if overwrite and t.is_contiguous() else t.detach().clone(memory_format=torch.contiguous_format)
         for t in tensors
     ]
-    summing = c10d_all_reduce_coalesced([t if t.ndim == 1 else t.view(-1) for t in totals], via or group)
+    summing = c10d_all_reduce_coalesced([t.detach().view(-1) for t in totals], via or group)
 
     def wait() -> list[Tensor]:
         wait_for(summing, totals[0], group)

@@ -76,6 +76,21 @@ def test_a_backward_pass_sums_the_gradients_of_all_layers_at_once():
 
 
 @on_ranks(2)
+def test_gradients_are_the_sums_themselves_while_the_transport_still_holds_these():
+    """A thread of gloo lets go of tensors some time after the wait for them has ended."""
+    model, (_, x), held = network(), rows(requires_grad=False), []
+    start = redistribute.c10d_all_reduce_coalesced
+
+    def holds(tensors, group):
+        held.extend(tensors)
+        return start(tensors, group)
+
+    with mock.patch.object(redistribute, "c10d_all_reduce_coalesced", holds):
+        model(x).square().sum().backward()
+    assert {p.grad.data_ptr() for p in model.parameters()} == {t.data_ptr() for t in held}
+
+
+@on_ranks(2)
 def test_a_full_bucket_is_sent_while_the_backward_pass_goes_on():
     """A weight fills one; bias and norms travel with the next weight."""
     model, expected, order = network(), network(), []
