@@ -36,7 +36,6 @@ LARGEST = "the largest input of a training step that fits, counted"
 RANKS = 1, 2, 4, 8
 DEVICES = 24, 80  # GiB
 LEFT = 0.8  # of a device, for what is counted
-STATES = 4  # weights, their gradients, two moments
 GIB = 2**30
 
 
@@ -120,7 +119,7 @@ def preview(case: Case, size: int, ranks: int, parts: int = 1) -> Explanation:
 def held(found: Explanation) -> float:
     """GiB of the only rank."""
     (rank,) = found.ranks
-    return (STATES * found.weight_bytes + found.input_bytes[rank] + found.total(rank, "saved_bytes")) / GIB
+    return found.memory(rank) / GIB
 
 
 def seconds(found: Explanation) -> float:

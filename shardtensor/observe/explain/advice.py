@@ -29,7 +29,7 @@ class Choice:
     Attributes:
         mesh, dims, sizes: the mesh's shape, the tensor dim of each mesh dim, and the shard sizes by mesh dim.
         seconds: the time of the slowest rank that was run, by the machine model.
-        memory: bytes of the rank that needs most: weights, inputs and what is kept for the backward pass.
+        memory: :meth:`Explanation.memory` of the rank that needs most.
         bytes_sent: the largest number of bytes that a rank sends.
         refused: the first refusal; "" if there is none.
     """
@@ -226,13 +226,12 @@ class _Search:
         shard = [dims if any(_has(t, dims, lengths) for t in tree_leaves(value)) else None for value in self.inputs]
         job = prepared(self.model, tuple(self.inputs), self.kwargs, mesh, shard if dims else None, sizes, self.backward)
         found = explained(job, only or sample_of(job), values=None, compared=False)  # the first choice is one process
-        held = {r: found.weight_bytes + found.input_bytes[r] + found.total(r, "saved_bytes") for r in found.ranks}
         choice = Choice(
             mesh,
             dims,
             sizes,
             max(self.machine.seconds(found, rank) for rank in found.ranks),
-            max(held.values()),
+            max(map(found.memory, found.ranks)),
             max(found.total(rank, "bytes_sent") for rank in found.ranks),
             found.stopped or next((layer.refused for layer in found.refused), ""),
         )

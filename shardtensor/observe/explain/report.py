@@ -20,6 +20,9 @@ from .layers import Layer, imbalance
 
 PHASES = ("forward", "backward")
 
+_COPIES = 4  # of the weights in a training step: weights, gradients, two states of AdamW
+_EVEN = 1.1  # the largest part of the input, divided by the mean, that is not worth a line
+
 
 @dataclass(frozen=True)
 class Explanation:
@@ -70,6 +73,8 @@ class Explanation:
         if not self.parts:
             return f"not compared with one process: {self.not_compared}"
         lines = [f"1.0 is a rank's part of the input: {self.excess}"]
+        if (largest := imbalance(self.parts)) > _EVEN:
+            lines.append(f"    The largest part of the input is {largest:.2f} times an even part.")
         lines += [f"    {path}: {excess}" for path, excess in by_module(self.layers, self.parts)]
         return "\n".join([*lines, *filter(None, (tell(self.layers, self.parts) for tell in (repeated, uneven)))])
 
@@ -92,6 +97,13 @@ class Explanation:
         """Return a rank's sum over all layers of an attribute of :class:`Share`, such as "saved_bytes"."""
         return sum(getattr(layer.shares[rank], what) for layer in self.layers)
 
+    def memory(self, rank: int) -> int:
+        """Return the bytes that a rank holds: weights and inputs, and in a training step what is kept for the backward
+        pass, gradients, and the two states of AdamW for each weight. Temporary memory is not counted.
+        """
+        copies = _COPIES if self.differentiated else 1
+        return copies * self.weight_bytes + self.input_bytes[rank] + self.total(rank, "saved_bytes")
+
     def flops(self, rank: int) -> int:
         """Return a rank's floating-point operations of products and convolutions, in both passes."""
         return sum(sum(layer.shares[rank].flops) for layer in self.layers)
@@ -108,6 +120,13 @@ class Explanation:
             "",
             table(_RANK_COLUMNS, _rank_lines(self)),
         ]
+        if self.differentiated:
+            most = bytes_text(max(map(self.memory, self.ranks)))
+            parts += [
+                f"\nA training step with AdamW holds up to {most} on a rank: inputs, kept",
+                f"memory, and {_COPIES} times the weights (weights, gradients, two states). Temporary",
+                "memory is not counted.",
+            ]
         if self.parts:
             parts += ["", self.share()]
         parts += [f"\nrefused in {layer.name}: {layer.refused}" for layer in self.refused]
