@@ -38,10 +38,8 @@ def init_fake_process_group(rank: int, world_size: int) -> None:
 def hide_process_groups() -> None:
     """Make a forked process one in which no process group runs.
 
-    None is destroyed: it would wait for threads that a forked process does not have. A group of which the tables know
-    nothing any more, as its program destroyed it, has its threads until the last mesh or cache lets go of it.
+    None is destroyed: it would wait for threads that a forked process does not have.
     """
-    _hidden.append(_all_process_groups())
     world = distributed_c10d._world
     tables: list[dict[Any, Any]] = [
         *(world.pg_map, world.pg_names, world.pg_group_ranks, world.pg_backend_config),
@@ -58,8 +56,11 @@ def hide_process_groups() -> None:
 _hidden: list[Any] = []
 
 
-def _all_process_groups() -> list[dist.ProcessGroup]:
-    """All that objects of Python refer to. The garbage collector lists neither groups nor what has only such in it."""
+def all_process_groups() -> list[dist.ProcessGroup]:
+    """All that objects of Python refer to, also those that a program has destroyed.
+
+    The garbage collector lists neither groups nor the dicts and tuples that have nothing else in them.
+    """
     groups, containers = [], gc.get_objects()
     while containers:
         referents = {id(referent): referent for referent in gc.get_referents(*containers)}.values()

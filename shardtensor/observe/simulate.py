@@ -15,7 +15,14 @@ import torch
 import torch.distributed as dist
 
 from ..layout.caches import forget
-from ._compat import FakeWork, clear_dtensor_caches, hide_process_groups, init_fake_process_group, put_in_front
+from ._compat import (
+    FakeWork,
+    all_process_groups,
+    clear_dtensor_caches,
+    hide_process_groups,
+    init_fake_process_group,
+    put_in_front,
+)
 
 T = TypeVar("T")
 
@@ -88,7 +95,7 @@ def without_groups(function: Callable[..., T], *args: Any) -> T:
         return function(*args)
     context = multiprocessing.get_context("fork")
     receiving, sending = context.Pipe(duplex=False)
-    process = context.Process(target=_report, args=(sending, function, args))
+    process = context.Process(target=_report, args=(sending, all_process_groups(), function, args))
     with warnings.catch_warnings():
         # Python warns of forks where there are threads, as of gloo: nothing in the copy waits for them.
         warnings.simplefilter("ignore", DeprecationWarning)
@@ -111,8 +118,13 @@ def without_groups(function: Callable[..., T], *args: Any) -> T:
     return result
 
 
-def _report(sending: Connection, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
-    """Send what the function returns, or raises, with the traceback."""
+def _report(sending: Connection, groups: Sequence[Any], function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    """Send what the function returns, or raises, with the traceback.
+
+    Args:
+        groups: all process groups of this process. A group that its program has destroyed has threads until the last
+            mesh or plan lets go of it. Here are none of these threads, and it would wait for them: so all are held.
+    """
     torch.set_num_threads(1)  # OpenMP's threads are not copied
     hide_process_groups()
     forget()
