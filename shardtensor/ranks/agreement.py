@@ -356,7 +356,8 @@ def _compare(name: str, values: bool) -> None:
             rows = gather(mine)
             _check_histories({rank: theirs[:WIDTH] for rank, theirs in rows.items()}, name, gather)
             if debugs and len({checksum for *_, checksum in rows.values()}) > 1:
-                begun = by_rank(gather_texts(f"{last_entry(name)}, at {next(iter(lines), 'no line of yours')}", gather))
+                texts = gather_texts("\n".join([last_entry(name), *lines]), gather)
+                begun = by_rank(_lines_that_differ(texts))
                 warnings.warn(
                     f"ranks start the same communication from different lines of code: {begun}. If these lines do not "
                     "do the same, numbers are mixed up",
@@ -364,6 +365,19 @@ def _compare(name: str, values: bool) -> None:
                 )
     if values:
         values_compared(name)
+
+
+def _lines_that_differ(texts: Mapping[int, str]) -> dict[int, str]:
+    """What ranks have begun, and the innermost of the lines that led to it which is not the same on all ranks.
+
+    Args:
+        texts: of each rank, what it has begun, then these lines.
+    """
+    told = {rank: text.split("\n") for rank, text in texts.items()}
+    shortest = min(map(len, told.values()))
+    differing = (i for i in range(1, shortest) if len({each[i] for each in told.values()}) > 1)
+    i = next(differing, shortest)
+    return {rank: f"{each[0]}, at {(*each[i:], 'no line of yours')[0]}" for rank, each in told.items()}
 
 
 at_comparison.append(_compare)

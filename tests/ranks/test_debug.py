@@ -13,6 +13,10 @@ from shardtensor import ShardTensor, set_transport
 from shardtensor.testing import run_expecting_errors, shared_mesh
 
 
+def summed(x):
+    return x.sum().full_tensor()
+
+
 def disagree(how):
     os.environ["SHARDTENSOR_DEBUG"] = "1"
     try:
@@ -38,6 +42,12 @@ def disagree(how):
                     x.sum().full_tensor()
                 else:
                     x.sum().full_tensor()
+        elif how == "callers":  # the line in summed is the same
+            with pytest.warns(UserWarning, match=r"of code: .*\.py:(\d+) on rank 0, .*\.py:(?!\1\b)\d+ on rank 1"):
+                if rank:
+                    summed(x)
+                else:
+                    summed(x)
         elif how == "agree":
             x.sum().full_tensor()
             F.conv1d(x, torch.ones(1, 1, 3), padding=1)
@@ -72,5 +82,6 @@ def test_ranks_that_agree_are_left_alone():
     assert run_expecting_errors(disagree, 2, "agree") == [None, None]
 
 
-def test_the_same_communication_from_different_lines_is_a_warning():
-    assert run_expecting_errors(disagree, 2, "lines") == [None, None]
+@pytest.mark.parametrize("how", ["lines", "callers"])
+def test_the_same_communication_from_different_lines_is_a_warning(how):
+    assert run_expecting_errors(disagree, 2, how) == [None, None]
