@@ -27,7 +27,8 @@ def chunk_sizes(n: int, parts: int) -> tuple[int, ...]:
         ((3, 3, 1), (1, 1, 0, 0))
     """
     step = max(1, -(-n // parts))  # at least 1, as n may be 0
-    return tuple(max(0, min(step, n - step * i)) for i in range(parts))
+    full, rest = divmod(n, step)
+    return ((step,) * full + (rest,) + (0,) * parts)[:parts]
 
 
 def aligned_sizes(n: int, multiple: int, parts: int) -> tuple[int, ...]:

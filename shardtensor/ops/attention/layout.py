@@ -25,7 +25,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate, chain
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -33,7 +33,7 @@ from torch.distributed.tensor import Replicate, Shard
 
 from ...errors import UnsupportedSharding, refuse
 from ...layout.caches import cached
-from ...layout.intervals import Interval, chunk_sizes, intervals_of, length
+from ...layout.intervals import Interval, chunk_sizes, intervals_of
 from ...layout.placements import AxisLayout
 from ...layout.spec import ShardTensorSpec
 from ..common.alignment import cost_of_exchange
@@ -46,16 +46,14 @@ _SEQUENCE, _HEADS = -2, -3
 
 
 Parts = tuple[Interval, ...]  # of a sequence, that a rank has next to each other
+Sequences = tuple[tuple[Parts, ...], ...]  # of queries, keys and values, the parts of each rank
 
 
 class Balance(NamedTuple):
-    """Which parts of the sequences each rank has, as the shards are and as it computes.
+    """Which parts of the sequences each rank has, as the shards are and as it computes."""
 
-    Both are of queries, keys and values, for each rank.
-    """
-
-    shards: tuple[tuple[Parts, ...], ...]
-    parts: tuple[tuple[Parts, ...], ...]
+    shards: Sequences
+    parts: Sequences
 
 
 # Of query, key, value and mask, None without one.
@@ -238,22 +236,24 @@ def _exchanging(
     small = method == "fetch" or (method == "auto" and _is_small(layout))
     if small and (found := _by_fetch(layout, m, shift)):
         return found
-    balance = None if shift is None or method == "plain ring" else _balance(layout, m)
-    if not small and method not in ("ring", "plain ring"):
-        found = _by_heads(layout, m, mask)
-        if found and (method != "auto" or _heads_are_faster(found, m, shift, balance)):
-            return found
-    if balance is not None and _time_of_ring(layout, m, shift, balance) >= _time_of_ring(layout, m, shift, None):
-        balance = None
-    return _by_ring(layout, m, shift, balance)
+    heads = None if small or method in ("ring", "plain ring") else _by_heads(layout, m, mask)
+    if heads and method == "heads":
+        return heads
+    shards = _shards(layout, m)
+    balances = [None] if shift is None or method == "plain ring" else [None, _balance(layout, shards)]
+    times = [_time_of_ring(layout, shards, shift, balance) for balance in balances]
+    if heads and _time_of_heads(heads, shards, shift) < min(times):
+        return heads
+    return _by_ring(layout, m, shards, shift, balances[times.index(min(times))])
 
 
-def _by_ring(layout: AttentionLayout, m: int, shift: int | None, balance: Balance | None) -> AttentionLayout:
+def _by_ring(
+    layout: AttentionLayout, m: int, shards: Sequences, shift: int | None, balance: Balance | None
+) -> AttentionLayout:
     """Keys and values sent around the ranks of mesh dim ``m``."""
     q, _, _, bias = layout.targets
     rank = q.coordinate[m]
-    rows, columns, _ = _shards(layout, m) if balance is None else balance.parts
-
+    rows, columns, _ = shards if balance is None else balance.parts
     return replace(
         layout,
         rows=rows[rank],
@@ -273,26 +273,35 @@ def _hops(rows: Sequence[Parts], columns: Sequence[Parts], shift: int | None) ->
     """
     beyond = math.inf if shift is None else shift
     # A rank sees the columns before this; they begin at that.
-    seen = [max((stop + beyond for start, stop in own if start < stop), default=-math.inf) for own in rows]
-    begins = [min((start for start, stop in own if start < stop), default=math.inf) for own in columns]
+    seen = [own[-1][1] + beyond if own else -math.inf for own in _filled(rows)]
+    begins = [own[0][0] if own else math.inf for own in _filled(columns)]
     most = list(accumulate(seen, max))  # so that a search of all ranks before the owner, in vain, is not made
     hops = []
     for owner, begin in enumerate(begins):
-        before = range(owner - 1, -1, -1) if owner and most[owner - 1] > begin else ()
-        after = range(len(rows) - 1, owner, -1) if most[-1] > begin else ()
-        last = next((r for r in chain(before, after) if seen[r] > begin), owner)
+        last = len(rows) - 1 if most[-1] > begin else owner
+        if owner and most[owner - 1] > begin:
+            last = owner - 1
+        while last != owner and seen[last] <= begin:
+            last -= 1
         hops.append((last - owner) % len(rows))
     return tuple(hops)
 
 
-def _shards(layout: AttentionLayout, m: int) -> tuple[tuple[Parts, ...], ...]:
+def _filled(sequence: Sequence[Parts]) -> list[list[Interval]]:
+    """Each rank's parts without empty ones."""
+    return [[part for part in own if part[0] < part[1]] for own in sequence]
+
+
+def _shards(layout: AttentionLayout, m: int) -> Sequences:
     """Which queries, keys and values each rank along mesh dim ``m`` has."""
-    return tuple(tuple((own,) for own in intervals_of(spec.sizes_along(m))) for spec in layout.targets[:3])
+    sizes = [spec.sizes_along(m) for spec in layout.targets[:3]]
+    parts = {of_ranks: tuple((own,) for own in intervals_of(of_ranks)) for of_ranks in set(sizes)}
+    return tuple(parts[of_ranks] for of_ranks in sizes)
 
 
-def _balance(layout: AttentionLayout, m: int) -> Balance:
+def _balance(layout: AttentionLayout, shards: Sequences) -> Balance:
     """An early and a late part of each sequence for every rank."""
-    ranks = layout.targets[0].mesh.size(m)
+    ranks = len(shards[0])
 
     def parts_of(length_of_all: int) -> tuple[Parts, ...]:
         parts = intervals_of(chunk_sizes(length_of_all, 2 * ranks))
@@ -300,7 +309,7 @@ def _balance(layout: AttentionLayout, m: int) -> Balance:
 
     lengths = [spec.shape[_SEQUENCE] for spec in layout.targets[:3]]
     parts = {n: parts_of(n) for n in set(lengths)}
-    return Balance(_shards(layout, m), tuple(parts[n] for n in lengths))
+    return Balance(shards, tuple(parts[n] for n in lengths))
 
 
 def _by_fetch(layout: AttentionLayout, m: int, shift: int | None) -> AttentionLayout | None:
@@ -373,13 +382,12 @@ def _is_small(layout: AttentionLayout) -> bool:
     return math.prod(lead) * (k.shape[-1] + v.shape[-1]) * k.tensor_meta.dtype.itemsize <= constant
 
 
-def _time_of_ring(layout: AttentionLayout, m: int, shift: int | None, balance: Balance | None) -> float:
-    q = layout.targets[0]
-    rows, columns, _ = _shards(layout, m) if balance is None else balance.parts
+def _time_of_ring(layout: AttentionLayout, shards: Sequences, shift: int | None, balance: Balance | None) -> float:
+    rows, columns, _ = shards if balance is None else balance.parts
     ranks = len(rows)
-    constant = cost_of_exchange(q.mesh.device_type)
+    constant = cost_of_exchange(layout.targets[0].mesh.device_type)
     per_query, per_key, per_score = _costs(layout)
-    transfer = max(sum(map(length, parts)) for parts in columns) * per_key + constant
+    transfer = _largest(columns) * per_key + constant
     some = range(0, ranks, -(-ranks // _SAMPLE))
     time = 0.0
     for step in some:
@@ -387,26 +395,25 @@ def _time_of_ring(layout: AttentionLayout, m: int, shift: int | None, balance: B
         time += max(slowest, transfer if step < ranks - 1 else 0) * ranks / len(some)
     if balance is None:
         return time
-    largest = [max(length(own) for (own,) in shards) for shards in balance.shards[:2]]
-    return time + 2 * constant + largest[0] * per_query + largest[1] * per_key
+    return time + 2 * constant + _largest(shards[0]) * per_query + _largest(shards[1]) * per_key
 
 
-def _heads_are_faster(layout: AttentionLayout, m: int, shift: int | None, balance: Balance | None) -> bool:
-    q = layout.targets[0]
+def _time_of_heads(layout: AttentionLayout, shards: Sequences, shift: int | None) -> float:
+    q, k, _, _ = layout.targets
     assert layout.head_sizes is not None
     largest_share = max(layout.head_sizes[0]) / sum(layout.head_sizes[0])
-    rows, columns, _ = _shards(layout, m)
-    ranks = len(rows)
+    ranks = len(shards[0])
     if largest_share * ranks >= 2:
-        return False  # some rank would hold twice its share of the keys, or more
-    constant = cost_of_exchange(q.mesh.device_type)
+        return math.inf  # some rank would hold twice its share of the keys, or more
     per_query, per_key, per_score = _costs(layout)
-    largest = [max(length(own) for (own,) in shards) for shards in (rows, columns)]
-    sent = (largest[0] * per_query + largest[1] * per_key) * (ranks - 1) / ranks
-    everything = ((0, q.shape[_SEQUENCE]),), ((0, layout.targets[1].shape[_SEQUENCE]),)
-    total = _scores(*everything, shift) * per_score
-    balances = [None] if balance is None else [None, balance]
-    return sent + 2 * constant + total * largest_share < min(_time_of_ring(layout, m, shift, b) for b in balances)
+    sent = (_largest(shards[0]) * per_query + _largest(shards[1]) * per_key) * (ranks - 1) / ranks
+    total = _scores(((0, q.shape[_SEQUENCE]),), ((0, k.shape[_SEQUENCE]),), shift) * per_score
+    return sent + 2 * cost_of_exchange(q.mesh.device_type) + total * largest_share
+
+
+def _largest(sequence: Sequence[Parts]) -> int:
+    """How much of a sequence the rank has that has most of it."""
+    return max(sum([stop - start for start, stop in own]) for own in sequence)
 
 
 def _costs(layout: AttentionLayout) -> tuple[float, float, float]:
