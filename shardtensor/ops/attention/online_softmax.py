@@ -229,17 +229,12 @@ class AttentionWork:
         found = self._trips.get(key)
         if found is None:
             assert self.layout.ring is not None and self.group is not None
-            forms = [self._forms(own, columns) for columns in self.layout.columns]
-            wide = wide_dtype(own[0].dtype)
-            grad_forms = [[(shape, wide) for shape, _ in row[:gradients]] for row in forms] if gradients else None
-            found = self._trips[key] = Trip(self.layout.ring, forms, grad_forms, self.group)
+            sizes = [sum(map(length, columns)) for columns in self.layout.columns]
+            dims = (-2,) * (2 - self.joins) + (-1,)  # of the keys: in those and the values, and in the mask
+            forms = [Form(tuple(t.shape), t.ndim + dim, t.dtype) for t, dim in zip(own, dims)]
+            grad_forms = [form._replace(dtype=wide_dtype(own[0].dtype)) for form in forms[:gradients]]
+            found = self._trips[key] = Trip(self.layout.ring, sizes, forms, grad_forms, self.group)
         return found
-
-    def _forms(self, own: Sequence[Tensor], columns: Parts) -> tuple[Form, ...]:
-        """Shapes and dtypes of a block: like the own one but for the number of keys."""
-        n, held = sum(map(length, columns)), 2 - self.joins
-        shapes = [(*t.shape[:-2], n, t.shape[-1]) for t in own[:held]] + [(*t.shape[:-1], n) for t in own[held:]]
-        return tuple((shape, t.dtype) for shape, t in zip(shapes, own, strict=True))
 
     def parts_for(self, index: int, q: Tensor) -> Sequence[BlockPart]:
         """The parts of block ``index`` that have to be computed."""

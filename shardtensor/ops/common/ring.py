@@ -20,7 +20,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import compress
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -35,7 +35,20 @@ from ...layout.intervals import Interval, resized
 from ...layout.strides import as_bytes
 from .alignment import wide_dtype, widened
 
-Form = tuple[tuple[int, ...], torch.dtype]  # shape and dtype of a tensor that is to be sent
+
+class Form(NamedTuple):
+    """A tensor of each rank's block: they differ in the size of ``dim`` alone."""
+
+    shape: tuple[int, ...]
+    dim: int
+    dtype: torch.dtype
+
+    def sized(self, size: int) -> tuple[int, ...]:
+        """The shape with this size of ``dim``."""
+        return tuple(resized(self.shape, self.dim, size))
+
+
+_Message = tuple[int, str, int]  # a peer, what it sends or gets, and the size of that block
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,43 +79,45 @@ class Ring:
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """What one rank sends and gets at one step of a :class:`Trip`.
+    """What one rank sends and gets at a step of a :class:`Trip`.
 
     Attributes:
         exchange: the messages; None where no rank sends anything.
         sends: "block" or "carried" for what is sent, in the order of its receivers.
-        recvs: ``(name, forms)`` of what is received, in the order of its senders.
+        recvs: what is received, in the order of its senders, and shapes and dtypes of its tensors.
     """
 
     exchange: Exchange | None
-    sends: tuple[str, ...]
-    recvs: tuple[tuple[str, Sequence[Form]], ...]
+    sends: list[str]
+    recvs: list[tuple[str, list[tuple[tuple[int, ...], torch.dtype]]]]
 
 
 class Trip:
     """Blocks sent around a ring, and their gradients on the way home: all that is known before there is data.
 
     Args:
-        forms: shapes and dtypes of the block of each rank.
-        grad_forms: shapes and dtypes of its gradients; None where none are asked for.
+        sizes: of each rank's block, along the dim in which they differ.
+        forms: of the tensors of a block.
+        grad_forms: of its gradients that come home.
     """
 
     def __init__(
         self,
         ring: Ring,
-        forms: Sequence[Sequence[Form]],
-        grad_forms: Sequence[Sequence[Form]] | None,
+        sizes: Sequence[int],
+        forms: Sequence[Form],
+        grad_forms: Sequence[Form],
         group: dist.ProcessGroup,
     ) -> None:
-        self.ring, self._forms, self._grad_forms, self._group = ring, forms, grad_forms, group
-        self._there = [self._step(step, returning=False) for step in range(ring.last + 1)]
-        steps = range(ring.last + 2 if ring.last else 1)
-        self._and_back = [] if grad_forms is None else [self._step(step, returning=True) for step in steps]
+        self.ring, self._sizes, self._group = ring, sizes, group
+        self._forms = {"block": forms, "carried": grad_forms, "home": grad_forms}
+        self._steps: dict[Any, _Step] = {}  # by their messages; most are alike
 
     def travel(self, own: Sequence[Tensor]) -> Iterator[tuple[int, Sequence[Tensor]]]:
         """``(owner, block)`` for every block that comes by, the own one first; the next is on its way meanwhile."""
         ring, held = self.ring, own
-        for i, step in enumerate(self._there):
+        for i in range(ring.last + 1):
+            step = self._step(i, returning=False)
             pending = self._start(step, {"block": held}, own[0])
             if i <= ring.hops[ring.block(i)]:
                 yield ring.block(i), held
@@ -118,7 +133,8 @@ class Trip:
         ring, held = self.ring, own
         home: Sequence[Tensor] = ()
         carried: Sequence[Tensor] = ()
-        for i, step in enumerate(self._and_back):
+        for i in range(ring.last + 2 if ring.last else 1):
+            step = self._step(i, returning=True)
             pending = self._start(step, {"block": held, "carried": carried}, own[0])
             here = ring.block(i)
             carried = contribute(here, held) if i <= ring.hops[here] else ()
@@ -132,29 +148,44 @@ class Trip:
         return home
 
     def _step(self, step: int, *, returning: bool) -> _Step:
-        ring = self.ring
-        sends: list[tuple[int, str, Sequence[Form]]] = []
-        recvs: list[tuple[int, str, Sequence[Form]]] = []
+        ring, sizes = self.ring, self._sizes
+        sends: list[_Message] = []
+        recvs: list[_Message] = []
         here, before, following = ring.block(step), ring.block(step - 1), ring.block(step + 1)
         if step < ring.hops[here]:
-            sends.append((ring.neighbour(1), "block", self._forms[here]))
+            sends.append((ring.neighbour(1), "block", sizes[here]))
         if step < ring.hops[following]:
-            recvs.append((ring.neighbour(-1), "block", self._forms[following]))
+            recvs.append((ring.neighbour(-1), "block", sizes[following]))
         if returning and step > 1:
-            assert self._grad_forms is not None
             if step <= ring.hops[before] + 1:
                 receiver = ring.neighbour(1) if step <= ring.hops[before] else before
-                sends.append((receiver, "carried", self._grad_forms[before]))
+                sends.append((receiver, "carried", sizes[before]))
             if step <= ring.hops[here]:
-                recvs.append((ring.neighbour(-1), "carried", self._grad_forms[here]))
+                recvs.append((ring.neighbour(-1), "carried", sizes[here]))
             if step == ring.hops[ring.rank] + 1:
-                recvs.append((ring.neighbour(step - 1), "home", self._grad_forms[ring.rank]))
-        for messages in (sends, recvs):
-            messages.sort(key=lambda message: message[0])  # stable: two to one rank keep their order
+                recvs.append((ring.neighbour(step - 1), "home", sizes[ring.rank]))
         # Whether any rank sends anything, which all of them know.
         active = step < ring.last or (returning and step > 1)
-        exchange = Exchange(_bytes(sends), _bytes(recvs), self._group, most_peers=2) if active else None
-        return _Step(exchange, tuple(name for _, name, _ in sends), tuple((name, forms) for _, name, forms in recvs))
+        key = tuple(sends), tuple(recvs), active
+        found = self._steps.get(key)
+        if found is None:
+            found = self._steps[key] = self._made(sends, recvs, active)
+        return found
+
+    def _made(self, sends: list[_Message], recvs: list[_Message], active: bool) -> _Step:
+        for messages in (sends, recvs):
+            messages.sort(key=lambda message: message[0])  # stable: two to one rank keep their order
+        exchange = Exchange(self._bytes(sends), self._bytes(recvs), self._group, most_peers=2) if active else None
+        received = [(name, [(form.sized(size), form.dtype) for form in self._forms[name]]) for _, name, size in recvs]
+        return _Step(exchange, [name for _, name, _ in sends], received)
+
+    def _bytes(self, messages: Sequence[_Message]) -> list[tuple[int, Sequence[int]]]:
+        """Receivers or senders, and how many bytes: tensors of any dtypes travel in one message."""
+        return [
+            (peer, (math.prod(form.sized(size)) * form.dtype.itemsize,))
+            for peer, name, size in messages
+            for form in self._forms[name]
+        ]
 
     def _start(self, step: _Step, ready: dict[str, Sequence[Tensor]], like: Tensor) -> Pending | None:
         if step.exchange is None:
@@ -174,17 +205,12 @@ class Trip:
         return result
 
 
-def _bytes(messages: Sequence[tuple[int, str, Sequence[Form]]]) -> list[tuple[int, Sequence[int]]]:
-    """Receivers or senders, and how many bytes: tensors of any dtypes travel in one message."""
-    return [(peer, (math.prod(shape) * dtype.itemsize,)) for peer, _, forms in messages for shape, dtype in forms]
-
-
 def _from_bytes(raw: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     aligned = raw if raw.storage_offset() % dtype.itemsize == 0 else raw.clone()
     return aligned.view(dtype).view(shape)
 
 
-# The trip with these properties, of which the forms are tuples, made once.
+# The trip with these properties, of which all are tuples, made once.
 trip = cached(maxsize=1024)(Trip)
 
 
@@ -325,10 +351,10 @@ def _trip(tour: Tour, own: Sequence[Tensor], returning: int) -> Trip:
     """The way of the parts around the ring; what comes home are gradients of such parts."""
     ranks = len(tour.intervals)
     ring = Ring(tour.rank, (ranks - 1,) * ranks)  # every rank needs every part
-    shapes = [tuple(resized(own[0].shape, tour.dim, b - a)) for a, b in tour.intervals]
-    forms = tuple(tuple((shape, t.dtype) for t in own) for shape in shapes)
-    gradients = tuple(((shape, wide_dtype(own[0].dtype)),) * returning for shape in shapes)
-    return trip(ring, forms, gradients, group_along(tour.mesh, tour.mesh_dim))
+    sizes = tuple(b - a for a, b in tour.intervals)
+    forms = tuple(Form(tuple(own[0].shape), tour.dim, t.dtype) for t in own)
+    gradients = (forms[0]._replace(dtype=wide_dtype(forms[0].dtype)),) * returning
+    return trip(ring, sizes, forms, gradients, group_along(tour.mesh, tour.mesh_dim))
 
 
 def _plain(t: Tensor) -> Tensor:

@@ -24,6 +24,7 @@ import shardtensor
 from shardtensor import ShardTensor, UnsupportedSharding
 from shardtensor.ops.attention import layout
 from shardtensor.ops.attention.blockwise import pieces
+from shardtensor.ops.common import ring
 from shardtensor.testing import (
     assert_matches_unsharded,
     count_communication,
@@ -864,6 +865,18 @@ def test_plans_are_kept():
         with mock.patch("shardtensor.ops.attention.sdpa.layout_of", side_effect=AssertionError("not kept")):
             for _ in range(3):
                 step(method)
+
+
+def exchanges_planned() -> int:
+    q = shard(torch.randn(1, 2, 64, 4), shared_mesh(32), ROWS, requires_grad=True)
+    with shardtensor.attention_method("ring"), mock.patch.object(ring, "Exchange", wraps=ring.Exchange) as made:
+        sdpa(q, q, q).sum().backward()
+    return made.call_count
+
+
+def test_steps_that_are_alike_are_planned_once():
+    """Forward all of them are; backward the first two, those with gradients on their way, and the last two."""
+    assert simulate_ranks(exchanges_planned, 32) == [5] * 32
 
 
 MANY = (3, 2, 5, 1, 1, 9, 2, 1, 4, 7, 1, 2)
