@@ -81,7 +81,6 @@ class AttentionWork:
         query: spec of the queries.
         shift: which keys a query sees, see :func:`~.blockwise.pieces`.
         scale: of the scores.
-        parts: for each block of keys what has to be computed of it.
         exchanges: whether there are blocks on other ranks, so that results have to be put together.
         group: of the ranks that exchange something; None where nothing is exchanged.
         fetch: of keys and values next to each other; None where they are at hand.
@@ -96,15 +95,15 @@ class AttentionWork:
         query, key, value, _ = layout.targets
         m = layout.mesh_dim
         self.layout, self.query, self.shift, self.scale = layout, query, shift, scale
-        self.parts = [list(_parts(layout, index, shift)) for index in range(len(layout.columns))]
+        self._parts: dict[int, Sequence[BlockPart]] = {}
         self.exchanges = m is not None and layout.head_sizes is None and layout.fetched is None
         self.group = None if m is None else group_along(query.mesh, m)
         self.fetch = _fetch(layout)
         self.keeps = sum(t.shape.numel() * t.held_dtype.itemsize for t in (key, value)) < KEPT_BYTES
         self.joins = (self.fetch is not None or layout.ring is not None) and key.shape[:-1] == value.shape[:-1]
         self._widths = [key.shape[-1], value.shape[-1]]
-        first = self.parts[0]
-        self.alone = not self.exchanges and len(first) == 1 and first[0].rows is None
+        first = () if self.exchanges else self._parts_of(0)
+        self.alone = len(first) == 1 and first[0].rows is None
         sizes = [spec.sizes_along(axis) for spec in (query, key, value) for axis in spec.sharded_dims().values()]
         shapes = query.shape, key.shape, value.shape
         self.empty = any(0 in n for n in (*shapes, *sizes, *(layout.head_sizes or ())))
@@ -238,7 +237,13 @@ class AttentionWork:
 
     def parts_for(self, index: int, q: Tensor) -> Sequence[BlockPart]:
         """The parts of block ``index`` that have to be computed."""
-        return () if 0 in q.shape[:-1] else self.parts[index]  # no batch or heads here, on which torch's kernel crashes
+        return () if 0 in q.shape[:-1] else self._parts_of(index)  # on no batch or heads torch's kernel crashes
+
+    def _parts_of(self, index: int) -> Sequence[BlockPart]:
+        found = self._parts.get(index)
+        if found is None:  # when the block comes by: meanwhile the next one is on its way
+            found = self._parts[index] = list(_parts(self.layout, index, self.shift))
+        return found
 
 
 work_of = cached(maxsize=1024)(AttentionWork)  # made once
