@@ -30,6 +30,7 @@ from ..._compat import (
     flex_attention_gradient,
     flex_attention_operator,
 )
+from ...communication.tracing import materialized
 from ...dispatch.gradients import not_twice
 from ...dispatch.registry import DECLINED, register
 from ...dispatch.tensor import ShardTensor, from_part, to_part
@@ -136,8 +137,14 @@ class FlexCall:
         return replace(self, score_mod=_from(self.score_mod, 1, starts), mask=mask.as_tuple()), before
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
-        """The result, the log-sum-exp of each row, and its largest score, of local tensors."""
-        return flex_attention_operator(q, k, v, self.score_mod, self.mask, self.scale, self.options, *self.captured)
+        """The result, the log-sum-exp of each row, and its largest score, of local tensors.
+
+        In graphs for CPUs, torch's kernel reads a view from where its base begins, or cannot be made of it: no view is
+        passed there.
+        """
+        q, k, v, *tensors = materialized([q, k, v, *self.tensors()])
+        call = self.with_tensors(tensors)
+        return flex_attention_operator(q, k, v, call.score_mod, call.mask, call.scale, call.options, *call.captured)
 
     def gradient(self, q: Tensor) -> Any:
         """What :meth:`backward` differentiates the scores of these queries by.

@@ -15,7 +15,7 @@ from torch.nn.attention import flex_attention as functions
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, create_mask, flex_attention
 from torch.nn.attention.varlen import varlen_attn
 
-from shardtensor import explain, timeline
+from shardtensor import ShardTensor, explain, timeline
 from shardtensor._compat import flex_attention_operator
 from shardtensor.errors import RanksDiffer
 from shardtensor.layout.caches import forget
@@ -288,6 +288,39 @@ def test_function(compiled):
     # On CPUs torch's function refuses gradients, but the operator that it calls has them.
     with mock.patch.object(functions, "_validate_device", lambda *operands: None):
         check_function(compiled)
+
+
+class Block(torch.nn.Module):
+    """Queries are a view of a projection, and on the second rank the lists of the mask begin inside of those given."""
+
+    def __init__(self, backend):
+        super().__init__()
+        self.project, self.mask = torch.nn.Linear(8, 24), near_keys()
+        self.register_buffer("slopes", torch.rand(2))
+        self.backend = backend
+
+    def attend(self, x):
+        q, k, v = self.project(x).unflatten(-1, (3, 2, 4)).permute(2, 0, 3, 1, 4).unbind(0)
+        out = flex_attention(q, k, v, lambda s, b, h, i, j: s - self.slopes[h] * (i - j).abs(), block_mask=self.mask)
+        return x + out.transpose(1, 2).flatten(2).sin()
+
+    def forward(self, x):
+        attend = torch.compile(self.attend, backend=self.backend, fullgraph=True)
+        return (attend if isinstance(x, ShardTensor) else self.attend)(x)
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+@on_ranks(2, timeout=400)
+def test_compiled_block(backend):
+    """On CPUs inductor has flex_attention in float32, and without gradients."""
+    torch.manual_seed(0)
+    block, trains = Block(backend), backend == "aot_eager"
+    dtype = torch.float64 if trains else torch.float32
+    x, sizes = torch.randn(1, 33, 8, dtype=dtype), {0: (22, 11)}
+    layout = {"mesh_shape": 2, "placements": [Shard(1)], "shard_sizes": sizes}
+    with mock.patch.object(functions, "_validate_device", lambda *operands: None):
+        block = block.to(dtype).requires_grad_(trains)
+        assert_matches_unsharded(block, x, rtol=1e-10 if trains else None, check_grads=trains, **layout)
 
 
 def near_keys():
