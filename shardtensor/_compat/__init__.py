@@ -576,6 +576,13 @@ def recomputed(**instead: Any) -> Callable[[Function], Function]:
     return decorate
 
 
+def kept_results() -> list[torch.Tensor]:
+    """Results that selective checkpointing keeps of the calls so far, in the block that runs here."""
+    kept = [mode.storage.values() for mode in _mode_stack() if isinstance(mode, _CachingTorchDispatchMode)]
+    values = [getattr(each, "val", None) for each in tree_leaves([list(results) for results in kept])]
+    return [value for value in values if isinstance(value, torch.Tensor)]
+
+
 def result_is_kept(function: Callable[..., Any], make_arguments: Callable[[], Sequence[Any]]) -> bool:
     """Whether selective checkpointing gives results that it has kept for a call, in place of calling the kernel.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from functools import partial
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ import torch.nn.functional as F
 from on_ranks import on_ranks
 from torch import nn
 from torch.distributed.tensor import Shard
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import shardtensor
 from shardtensor import ShardTensor
@@ -161,6 +162,29 @@ def test_checkpointed_blocks_keep_their_shards_alone(name, reentrant):
     assert found.excess.kept == 1.0
     # torch stops repeating at what the last operator keeps, and ranks behind it: here a convolution.
     assert found.excess.work == 1.0 or (name, reentrant) == ("convolutions", False)
+
+
+def test_results_that_a_policy_keeps_are_counted():
+    """Those of four convolutions, and the input of the second block."""
+
+    def policy(context, op, *args, **kwargs):
+        saved = op == torch.ops.aten.convolution.default
+        return CheckpointPolicy.MUST_SAVE if saved else CheckpointPolicy.PREFER_RECOMPUTE
+
+    def block():
+        return nn.Sequential(nn.Conv2d(4, 4, 3, padding=1), nn.SiLU(), nn.Conv2d(4, 4, 3, padding=1), nn.SiLU())
+
+    def run(x):
+        for each in blocks:
+            contexts = partial(create_selective_checkpoint_contexts, policy)
+            x = checkpoint(each, x, use_reentrant=False, context_fn=contexts)
+        return x
+
+    blocks = [block(), block()]
+    x = torch.empty(1, 4, 32, 16, device="meta", requires_grad=True)
+    found = shardtensor.explain(run, x, mesh=2, shard=2, backward=True)
+    half = x.numel() * x.element_size() // 2
+    assert [found.total(rank, "saved_bytes") for rank in (0, 1)] == [(4 + 1) * half] * 2
 
 
 def test_operands_that_were_never_sharded_are_named():

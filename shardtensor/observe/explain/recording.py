@@ -20,7 +20,15 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.overrides import TorchFunctionMode
 
-from ..._compat import AutogradFunction, OpOverload, hidden_from_program, reserve_last, tree_leaves, tree_map
+from ..._compat import (
+    AutogradFunction,
+    OpOverload,
+    hidden_from_program,
+    kept_results,
+    reserve_last,
+    tree_leaves,
+    tree_map,
+)
 from ...dispatch.tensor import ShardTensor, wrap
 from ...errors import UnsupportedSharding
 from ...layout.spec import ShardTensorSpec
@@ -323,6 +331,8 @@ class Recorder:
                 row.refused = str(error)
                 result = substitute(name, func, args, kwargs)
             row.note_result(args if result is None else result)
+            for kept in kept_results():
+                self._keep(kept)
         self._close(row)
         return result
 
