@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import string
 from collections.abc import Callable, Sequence
-from typing import Any
+from functools import partial
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import Shard
 
+from ..._compat import AutogradFunction
 from ...dispatch.tensor import ShardTensor, from_part, to_part
 from ...layout.dtypes import wide_dtype
 from ...layout.intervals import intervals_of
@@ -19,23 +22,25 @@ from .named_dims import Along, Arrangement, Form, arrange
 from .ring import Tour, part_by_part
 
 
-def local_work(how: Arrangement, function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+def local_work(how: Arrangement, function: Callable[..., Tensor], *, is_product: bool) -> Callable[..., Tensor]:
     """``function`` for the local operands, part by part where one is sent around. Differentiable."""
-    work = function
+    work, graph = function, partial(_Product.apply, *_spelled(how.form)) if is_product else function
     for m, axis in enumerate(how.axes):
         if axis is not None and axis.sent is not None:
-            work = _around_ring(how, work, m, axis.sent)
+            work = graph = _around_ring(how, work, graph, m, axis.sent)
     return work
 
 
-def _around_ring(how: Arrangement, function: Callable[..., Tensor], m: int, sent: Along) -> Callable[..., Tensor]:
+def _around_ring(
+    how: Arrangement, function: Callable[..., Tensor], graph: Callable[..., Tensor], m: int, sent: Along
+) -> Callable[..., Tensor]:
     label, intervals, terms = sent.label, intervals_of(sent.sizes), how.form.terms
     shards = [(i, p.dim) for i, target in enumerate(how.targets) if isinstance(p := target.placements[m], Shard)]
     at, dim = next((i, d) for i, d in shards if terms[i][d] == label)
     target = how.targets[at]
     dims = [term.index(label) if label in term and i != at else None for i, term in enumerate(terms)]
 
-    def part_of(owner: int, part: Tensor, *others: Tensor) -> Tensor:
+    def part_of(function: Callable[..., Tensor], owner: int, part: Tensor, *others: Tensor) -> Tensor:
         a, b = intervals[owner]
         operands = [*others[:at], part, *others[at:]]
         pairs = zip(operands, dims, strict=True)
@@ -43,11 +48,62 @@ def _around_ring(how: Arrangement, function: Callable[..., Tensor], m: int, sent
 
     into = None if how.form.summed(label) else how.form.out.index(label)
     tour = Tour(target.mesh, m, target.coordinate[m], dim, into, intervals)
+    works = partial(part_of, function), partial(part_of, graph)
 
     def call(*operands: Tensor) -> Tensor:
-        return part_by_part(part_of, tour, operands[at], *operands[:at], *operands[at + 1 :])
+        return part_by_part(*works, tour, operands[at], *operands[:at], *operands[at + 1 :])
 
     return call
+
+
+# For each operand of a product that of its gradient, and the dims along which this is the same everywhere, left out.
+Equations = Sequence[tuple[str, Sequence[int]]]
+
+
+class _Product(AutogradFunction):
+    """The graph of a product of operands: the result has gradients, but no values."""
+
+    apply: ClassVar[Callable[..., Tensor]]
+
+    @staticmethod
+    def forward(ctx: Any, terms: Sequence[str], out: str, equations: Equations, *operands: Tensor) -> Tensor:
+        ctx.equations = equations
+        ctx.save_for_backward(*operands)
+        lengths = {c: n for term, t in zip(terms, operands, strict=True) for c, n in zip(term, t.shape, strict=True)}
+        return operands[0].new_empty(()).expand([lengths.get(c, 1) for c in out])
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        own: Sequence[Tensor] = ctx.saved_tensors
+        found: list[Tensor | None] = [None, None, None]
+        for i, (t, need) in enumerate(zip(own, ctx.needs_input_grad[3:], strict=True)):
+            if not need:
+                found.append(None)
+                continue
+            equation, broadcast = ctx.equations[i]
+            result = torch.einsum(equation, grad, *(other.conj() for other in (*own[:i], *own[i + 1 :])))
+            for d in broadcast:
+                result = result.unsqueeze(d)
+            found.append(result.expand(t.shape) if broadcast else result)
+        return tuple(found)
+
+
+def _spelled(form: Form) -> tuple[list[str], str, Equations]:
+    """Operands and result of a product as einsum writes them, and the equations of its gradients.
+
+    Example:
+        >>> _spelled(Form(("ik", "kjl"), "ij"))
+        (['ab', 'bcd'], 'ac', [('ac,bcd->ab', []), ('ac,ab->bc', [2])])
+    """
+    named = [[(i, d) if x is None else x for d, x in enumerate(term)] for i, term in enumerate(form.terms)]
+    letters = dict(zip(dict.fromkeys(x for term in (*named, form.out) for x in term), string.ascii_letters))
+    *terms, out = ("".join(letters[x] for x in term) for term in (*named, form.out))
+    equations = []
+    for i, term in enumerate(terms):
+        factors = ",".join([out, *terms[:i], *terms[i + 1 :]])
+        kept = "".join(c for c in term if c in factors)
+        equations.append((f"{factors}->{kept}", [d for d, c in enumerate(term) if c not in factors]))
+    return terms, out, equations
 
 
 class ContractionPlan(LocalPlan):
@@ -59,12 +115,13 @@ class ContractionPlan(LocalPlan):
 
     outputs: ShardTensorSpec
 
-    def __init__(self, how: Arrangement, function: Callable[..., Tensor]) -> None:
+    def __init__(self, how: Arrangement, function: Callable[..., Tensor], *, is_product: bool = False) -> None:
         shape = [how.lengths.get(label, 1) for label in how.form.out]
         gradients = [how.gradient(i) for i in range(len(how.targets))]
         self.targets = how.targets
         self.cast_to = _dtype_of_autocast(how, function)
-        super().__init__(local_work(how, function), how.out(shape, how.targets[0].tensor_meta.dtype), gradients)
+        work = local_work(how, function, is_product=is_product)
+        super().__init__(work, how.out(shape, how.targets[0].tensor_meta.dtype), gradients)
 
     def run(self, tensors: Sequence[Any]) -> ShardTensor:
         # Some operators have arguments behind the operands that may be tensors, but are none in this call.
@@ -102,13 +159,16 @@ def _dtype_of_autocast(how: Arrangement, function: Callable[..., Tensor]) -> tor
 
 
 def plan_contraction(
-    call: Arguments, name: str, function: Callable[..., Tensor], form: Form, *operands: str
+    call: Arguments, name: str, function: Callable[..., Tensor], form: Form, *operands: str, is_product: bool = False
 ) -> ContractionPlan:
     """The plan of an operator of this form, whose tensors are ``operands``.
 
     The caller has had torch check their shapes and dtypes.
+
+    Args:
+        is_product: the operator multiplies entries and sums over the labels that the result lacks, as einsum does.
     """
     how = arrange(name, form, tuple(call.tensors[operand] for operand in operands))
     for operand, target in zip(operands, how.targets, strict=True):
         call.redistribute(operand, target)
-    return ContractionPlan(how, function)
+    return ContractionPlan(how, function, is_product=is_product)

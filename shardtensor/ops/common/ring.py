@@ -19,6 +19,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import compress
 from typing import Any, NamedTuple
 
@@ -219,7 +220,8 @@ trip = cached(maxsize=1024)(Trip)
 # A function of an operand that is sent around a ring: computed with each rank's shard in turn, and put together.
 #
 # The gradient of an operand that travels comes home part by part, too. In the backward pass the shards go round once
-# more, and what was computed with each is computed again. No shard that has come by is saved.
+# more, and what was computed with each is computed again, but for products, whose gradients do not need them. No shard
+# that has come by is saved.
 #
 # So a gradient is again a function of what travels (the shards, and gradients of what came home) and of what stays, and
 # its results come home or stay. Derivatives of every order are such rounds.
@@ -245,18 +247,24 @@ class Tour:
     intervals: tuple[Interval, ...]
 
 
-def part_by_part(function: Callable[..., Tensor], tour: Tour, part: Tensor, *others: Tensor) -> Tensor:
+def part_by_part(
+    function: Callable[..., Tensor], graph: Callable[..., Tensor], tour: Tour, part: Tensor, *others: Tensor
+) -> Tensor:
     """``function(owner, that rank's part, *others)`` for every rank's part, put together. Differentiable.
 
     Every rank of the mesh dim calls it. ``function`` has no effects, and may get a tensor in another memory format.
+
+    Args:
+        graph: the same for the backward pass, which needs the graph of the result, but no values.
     """
 
-    def work(owner: int, *tensors: Tensor) -> Sequence[Tensor]:
+    def work(function: Callable[..., Tensor], owner: int, *tensors: Tensor) -> Sequence[Tensor]:
         return (function(owner, *(tensors if tour.into is not None else widened(*tensors))),)
 
     kind = part.device.type
     autocast = kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)
-    (result,) = _Round.apply(_Work(work, 1, 0, tour.into, autocast), tour, part, *others)
+    works = partial(work, function), partial(work, graph)
+    (result,) = _Round.apply(_Work(*works, 1, 0, tour.into, autocast), tour, part, *others)
     summed: Tensor = result
     return summed.to(part.dtype) if tour.into is None and summed.dtype == wide_dtype(part.dtype) else summed
 
@@ -268,12 +276,14 @@ class _Work:
     Attributes:
         function: of the owner's index, of what comes by and of what stays; gives results for the owner, and others for
             this rank.
+        graph: the same for the backward pass, see :func:`part_by_part`.
         travelling, returning: how many tensors come by, and how many results are the owner's.
         into: of this rank's one result, the dim along which the parts' stand side by side; otherwise they are summed.
         autocast: device, dtype, and whether it is on.
     """
 
     function: Callable[..., Sequence[Tensor]]
+    graph: Callable[..., Sequence[Tensor]]
     travelling: int
     returning: int
     into: int | None
@@ -297,7 +307,7 @@ class _Work:
                 for i, need in enumerate(needs):
                     if not (again and operands[i].requires_grad):
                         operands[i] = operands[i].detach().requires_grad_(need)
-                results = self.function(owner, *operands)
+                results = self.graph(owner, *operands)
                 pairs = [(y, g.to(y.dtype)) for y, g in zip(results, grads, strict=True) if y.requires_grad]
             wanted = list(compress(operands, needs))
             if not pairs:
@@ -306,7 +316,7 @@ class _Work:
             found: Sequence[Tensor] = torch.autograd.grad(ys, wanted, gs, create_graph=again, materialize_grads=True)
             return found
 
-        return _Work(function, first, sum(needs[: self.travelling]), None, self.autocast)
+        return _Work(function, function, first, sum(needs[: self.travelling]), None, self.autocast)
 
 
 class _Round(AutogradFunction):

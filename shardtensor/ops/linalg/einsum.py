@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import string
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -39,7 +39,7 @@ def plan_einsum(call: Arguments, equation: str, *operands: ShardTensorSpec) -> P
         if len(specs) < 3:
             raise
         return Composed(lambda operands: _two_at_a_time(terms, out, operands))
-    plan = ContractionPlan(how, lambda *parts: torch.einsum(spelled, *parts))
+    plan = ContractionPlan(how, lambda *parts: torch.einsum(spelled, *parts), is_product=True)
     return Composed(lambda operands: plan.run(list(map(redistribute_to, operands, how.targets))))
 
 
@@ -124,7 +124,8 @@ def plan_tensordot(
         right[j] = ("k", i) if a.shape[i] == b.shape[j] or a.shape[i] == 1 else None
     kept = [label for label in (*left, *right) if label is not None and label[0] != "k"]
     form = Form((tuple(left), tuple(right)), tuple(kept))
-    return plan_contraction(call, "tensordot", lambda x, y: torch.tensordot(x, y, (of_a, of_b)), form, "a", "b")
+    product = partial(torch.tensordot, dims=(of_a, of_b))
+    return plan_contraction(call, "tensordot", product, form, "a", "b", is_product=True)
 
 
 @operator(torch.inner, Tensor.inner, tensors="input other")

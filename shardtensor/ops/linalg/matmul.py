@@ -61,7 +61,7 @@ def _plan_product(
         return DECLINED
     call.returned(function, input, other)
     form = form or _matmul_form(input.shape, other.shape)
-    return plan_contraction(call, function.__name__, function, form, "input", name)
+    return plan_contraction(call, function.__name__, function, form, "input", name, is_product=True)
 
 
 @operator(
@@ -322,7 +322,7 @@ def plan_linear(call: Arguments, input: ShardTensorSpec, weight: Operand, bias: 
 def _contracted(call: Arguments, input: ShardTensorSpec, weight: ShardTensorSpec) -> Plan:
     lead, rows = tuple(range(len(input.shape) - 1)), ("rows",) * (len(weight.shape) - 1)
     form = Form(((*lead, "k"), (*rows, "k")), (*lead, *rows))
-    return plan_contraction(call, "linear", _products, form, "input", "weight")
+    return plan_contraction(call, "linear", _products, form, "input", "weight", is_product=True)
 
 
 def _products(x: Tensor, weight: Tensor) -> Tensor:

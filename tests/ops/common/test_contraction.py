@@ -11,6 +11,7 @@ from on_ranks import on_ranks
 from torch import nn
 from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
 
+import shardtensor
 from shardtensor import ShardTensor, UnsupportedSharding, allow_gather
 from shardtensor.ops.common.named_dims import batch_labels
 from shardtensor.ops.linalg.einsum import letters
@@ -253,6 +254,48 @@ def test_what_is_sent():
         assert forward[1] <= 90 * 8
         assert placements == (Partial(),)
         assert found["plain"][0] == (0, 0, {})
+
+
+# -- what is computed --------------------------------------------------------------------------------------------------
+
+
+def attention(x):
+    """Of queries and fewer keys, as products: a ring in each, of keys and of values."""
+    q, k = x, x[:, ::4]
+    scores = torch.einsum("bid,bjd->bij", q, k).softmax(-1)
+    return torch.einsum("bij,bjd->bid", scores, k) + scores @ k
+
+
+def test_the_ranks_share_the_work_of_products_in_both_passes():
+    found = shardtensor.explain(attention, torch.empty(2, 64, 24, requires_grad=True), mesh=2, shard=1, backward=True)
+    products = [layer for layer in found.layers if layer.whole and sum(layer.whole.flops)]
+    assert len(products) == 3 and all(layer.layout == "S(1)[32, 32]" for layer in products)
+    assert found.excess.work == 1.0
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@on_ranks("ranks")
+def test_gradients_of_products_around_a_ring(ranks):
+    for equation, *operands in [
+        ("bid,bjd->bij", ((2, 7, 5), 1, "even"), ((2, 6, 5), 1, "first")),
+        ("bij,bjd->bid", ((2, 7, 5), 1, "last"), ((2, 5, 3), 1, "even")),  # the parts' results are summed
+        ("bid,bjd->bij", ((1, 7, 5), 1, "even"), ((2, 6, 5), 1, "even")),  # one batch for both
+        ("id,jdk->ij", ((7, 5), 0, "even"), ((6, 5, 2), 0, "even")),  # a dim that one operand has alone
+        ("id,jd,d->ij", ((7, 5), 0, "even"), ((6, 5), 0, "last"), ((5,), None, "")),
+        ("id,jd->ij", ((7, 1), 0, "even"), ((6, 5), 0, "even")),
+    ]:
+        check(lambda *t: torch.einsum(equation, *t), operands, ranks)  # noqa: B023
+    for function in (torch.matmul, lambda a, b: penalized(a, b)):
+        check(function, [((7, 5), 0, "even"), ((5, 6), 1, "first")], ranks)
+    placements = [[Shard(0)], [Shard(1)]]
+    numbers = data(7, 5, dtype=torch.complex128), data(5, 6, dtype=torch.complex128)
+    assert_matches_unsharded(torch.matmul, *numbers, mesh_shape=ranks, placements=placements)
+
+
+def penalized(a, b):
+    """The gradient of a product, which is differentiated again."""
+    (grad,) = torch.autograd.grad((a @ b).sin().sum(), a, create_graph=True)
+    return grad.square() + (a @ b).sum(1, keepdim=True)
 
 
 # -- refused -----------------------------------------------------------------------------------------------------------
