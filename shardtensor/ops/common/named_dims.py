@@ -268,7 +268,7 @@ class _Found:
         mine, others = ((x.gathers, x.cost, x._count_of_sent()) for x in (self, other))
         if mine != others or self._labels() == other._labels():
             return mine < others
-        return self._coarseness() < _MUCH_LESS * other._coarseness()
+        return is_much_less(self._coarseness(), other._coarseness())
 
     def _along(self) -> list[Along]:
         return [option.axis.along for option in self.options if option and option.axis.along]
@@ -288,9 +288,24 @@ def coarseness(sizes: Sequence[int]) -> float:
     return (max(sizes) + 1) / max(1, sum(sizes))
 
 
+def is_much_less(coarse: float, other: float) -> bool:
+    """Whether shards are so much less coarse than others that it is worth sending something."""
+    return round(coarse / other, 6) < _MUCH_LESS
+
+
+def are_much_more_even(sizes: Sequence[int], others: Sequence[int]) -> bool:
+    """Whether one rank has so much less of a dim with these sizes than one has with others.
+
+    Example:
+        >>> are_much_more_even((5, 3), (6, 2)), are_much_more_even((4, 4), (6, 2))
+        (False, True)
+    """
+    return is_much_less(coarseness(sizes), coarseness(others))
+
+
 def is_worth_evening(coarse: float, cost: float, other_coarse: float, other_cost: float) -> bool:
     """Whether shards are so much more even than others along the same dims that the bytes they cost are worth it."""
-    return round(coarse / other_coarse, 6) < _MUCH_LESS and cost <= _MORE_BYTES * other_cost
+    return is_much_less(coarse, other_coarse) and cost <= _MORE_BYTES * other_cost
 
 
 @dataclass(slots=True)

@@ -28,9 +28,10 @@ from ...layout.spec import ShardTensorSpec
 from ...layout.strides import stride_like
 from ...layout.windows import Window
 from ...operators.declaration import Arguments, Composed, Plan, operator
-from ..common.alignment import wide_dtype
+from ..common.alignment import is_little, wide_dtype
 from ..common.named_dims import free_dims
 from ..common.stencil import per_dim, resized
+from ..shape.slice import shared_again
 from .halo_conv import ConvolutionPlan, LocalConvolution, OwnersGradient, SplitGradient, Strip
 
 # -- geometry ----------------------------------------------------------------------------------------------------------
@@ -337,7 +338,10 @@ def plan_batched(
     if input.tensor_meta.dtype.is_complex and weight.dtype.is_complex:
         return Composed(lambda x, w, b: _as_real_convolution(again, x, w, b, transposed=transposed))
     # The batch or a spatial dim is sharded instead of the channels, see [Note: whole rows] in sort.py.
-    call.redistribute("input", free_dims(call.name, input, 1))
+    target = free_dims(call.name, input, 1)
+    shared = shared_again(target)  # see [Note: left uneven] in slice.py
+    worth = shared != target and not is_little(input, make(target).outputs.shape.numel())
+    call.redistribute("input", shared if worth else target)
     call.cast(call.autocast(), "input", *(["weight"] if bias is None else ["weight", "bias"]))
     return make(call.tensors["input"])
 

@@ -23,7 +23,7 @@ from ...layout.placements import AxisLayout
 from ...layout.spec import ShardTensorSpec
 from ...operators.declaration import Arguments, Composed, operator
 from ..common.alignment import plain_operands, with_own_parts
-from ..common.named_dims import coarseness, is_worth_evening
+from ..common.named_dims import are_much_more_even, coarseness, is_worth_evening
 from .view import Assembly, carry, wrap_dim
 
 _aten = torch.ops.aten
@@ -31,16 +31,12 @@ _aten = torch.ops.aten
 # -- geometry ---------------------------------------------------------------------------------------------
 
 
-_UNEVEN = 1.5  # the largest shard, as a multiple of an even one
-
-
 def joined_sizes(pieces: Sequence[tuple[int, Sequence[int] | None]], ranks: int) -> tuple[int, ...]:
     """Sizes of what is joined from pieces of ``(length, sizes)``; None for a piece that is replicated.
 
     Each rank gets as much as it had. A replicated piece goes to the first rank where it comes before all sharded
-    pieces, and to the last rank after them, which sends nothing. In between it is spread. So is one that would leave
-    that rank with half as much again as an even shard, such as the mask tokens of an autoencoder behind the few that
-    are encoded.
+    pieces, and to the last rank after them, which sends nothing. In between it is spread. So is one where shards are
+    much more even then: the mask tokens of an autoencoder behind the few that are encoded.
 
     Example:
         >>> joined_sizes([(7, (5, 2)), (5, (2, 3))], 2), joined_sizes([(1, None), (8, (5, 3)), (2, None)], 2)
@@ -49,8 +45,7 @@ def joined_sizes(pieces: Sequence[tuple[int, Sequence[int] | None]], ranks: int)
         (8, 8)
     """
     at_ends, spread = _joined_sizes(pieces, ranks, False), _joined_sizes(pieces, ranks, True)
-    too_much = max(at_ends) * ranks > _UNEVEN * sum(at_ends)
-    return spread if too_much and max(spread) < max(at_ends) else at_ends
+    return spread if are_much_more_even(spread, at_ends) else at_ends
 
 
 def _joined_sizes(pieces: Sequence[tuple[int, Sequence[int] | None]], ranks: int, spreads: bool) -> tuple[int, ...]:

@@ -626,6 +626,51 @@ def test_messages_grow_with_the_borders_only():
     assert sum(sent for _, sent in results) == 2 * 63 * 2 * 4
 
 
+# -- uneven shards -----------------------------------------------------------------------------------------------------
+
+
+def mirrored(x, rows=104):
+    """An image with a mirrored border, as networks of image restoration make it: the last rank has little of it."""
+    return torch.cat([x, x.flip(2)], 2)[:, :, :rows]
+
+
+def with_residuals(x, first, second):
+    x = mirrored(x)
+    return second(first(x).relu()) + x
+
+
+LEFT = [((48, 48), (52, 52)), ((32, 32, 32), (34, 35, 35)), ((60, 36), (65, 39))]
+
+
+@pytest.mark.parametrize(("sizes", "shared"), LEFT)
+def test_what_a_slice_leaves_to_one_rank_is_shared_again(sizes, shared):
+    run_distributed(share_again, len(sizes), sizes, shared)
+
+
+def share_again(sizes, shared):
+    first, second = nn.Conv2d(3, 80, 3, padding=1).double(), nn.Conv2d(80, 3, 3, padding=1).double()
+    layout = {"mesh_shape": len(sizes), "placements": [Shard(2)], "shard_sizes": {0: sizes}}
+    assert_matches_unsharded(with_residuals, data(1, 3, 96, 64), first, second, **layout)
+    x = shard(data(1, 3, 96, 64), shared_mesh(len(sizes)), [Shard(2)], {0: sizes}, requires_grad=True)
+    y = mirrored(x).detach().requires_grad_()
+    left, row, rank = y.shard_sizes[0], 3 * 64 * 8, dist.get_rank()
+    with count_communication() as forward:
+        z = first(y)
+    assert z.shard_sizes[0] == shared
+    with count_communication() as backward:
+        (grad,) = torch.autograd.grad(z.sum(), y)
+    assert grad.shard_sizes[0] == left
+    if len(sizes) == 2:  # a message to the last rank with rows, and the halos; their gradients
+        rows = left[0] - shared[0]
+        assert (forward.messages, forward.bytes_sent) == ((2, (rows + 1) * row), (1, row))[rank]
+        assert (backward.messages, backward.bytes_sent) == ((1, row), (2, (rows + 1) * row))[rank]
+    chosen = (95, *(1,) * (len(sizes) - 2), 9)
+    kept = shard(data(1, 3, sum(chosen), 64), shared_mesh(len(sizes)), [Shard(2)], {0: chosen})
+    assert first(kept).shard_sizes[0] == chosen
+    little = nn.Conv2d(3, 1, 3, padding=1).double()
+    assert little(y[:, :, :, :9]).shard_sizes[0] == left
+
+
 # -- errors --------------------------------------------------------------------------------------------------------
 
 
