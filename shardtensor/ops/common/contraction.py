@@ -1,4 +1,10 @@
-"""Plans of operators whose dims have names, as in einsum; named_dims.py finds how the operands must lie."""
+"""Plans of operators whose dims have names, as in einsum; named_dims.py finds how the operands must lie.
+
+[Note: rows again] Few queries are sent around a ring to the ranks that have the keys, as LeViT's are where it halves an
+image. Their scores are sharded along the keys then, and the product with the values is a sum over the ranks, which all
+of them would have and go on with alike. So the first product notes how its rows were sharded, and the sum is sharded so
+again where it is large: it takes half of the bytes of an all-reduce.
+"""
 
 from __future__ import annotations
 
@@ -12,13 +18,16 @@ from torch import Tensor
 from torch.distributed.tensor import Shard
 
 from ..._compat import AutogradFunction
-from ...dispatch.tensor import ShardTensor, from_part, to_part
+from ...dispatch.tensor import ShardTensor, from_part, redistribute_to, to_part
 from ...layout.dtypes import wide_dtype
 from ...layout.intervals import intervals_of
+from ...layout.placements import AxisLayout
 from ...layout.spec import ShardTensorSpec
 from ...operators.autocast import autocast_dtype
 from ...operators.declaration import Arguments, LocalPlan
+from .alignment import is_little
 from .named_dims import Along, Arrangement, Form, arrange
+from .records import note, recall
 from .ring import Tour, part_by_part
 
 
@@ -120,8 +129,10 @@ class ContractionPlan(LocalPlan):
         gradients = [how.gradient(i) for i in range(len(how.targets))]
         self.targets = how.targets
         self.cast_to = _dtype_of_autocast(how, function)
-        work = local_work(how, function, is_product=is_product)
-        super().__init__(work, how.out(shape, how.targets[0].tensor_meta.dtype), gradients)
+        out = how.out(shape, how.targets[0].tensor_meta.dtype)
+        _note_rows(how, out)
+        self.axes = {} if is_little(out, out.shape.numel()) else _rows_again(how, out)
+        super().__init__(local_work(how, function, is_product=is_product), out, gradients)
 
     def run(self, tensors: Sequence[Any]) -> ShardTensor:
         # Some operators have arguments behind the operands that may be tensors, but are none in this call.
@@ -130,11 +141,15 @@ class ContractionPlan(LocalPlan):
         computed = torch.float32 if self._rounds_sums(dtype, operands) else self.cast_to
         if computed is None:
             result = self.function(*self.local_tensors(operands))
-            return from_part(result, self.outputs.with_dtype(result.dtype))
+            return self._result(result, result.dtype)
         parts = [to_part(t, s or t._spec, computed) for t, s in zip(operands, self.gradients or (), strict=True)]
         with torch.autocast(parts[0].device.type, enabled=False):
             result = self.function(*parts)
-        return from_part(result, self.outputs.with_dtype(dtype))
+        return self._result(result, dtype)
+
+    def _result(self, local: Tensor, dtype: torch.dtype) -> ShardTensor:
+        result = from_part(local, self.outputs.with_dtype(dtype))
+        return redistribute_to(result, result._spec.with_axes(self.axes)) if self.axes else result
 
     def _rounds_sums(self, dtype: torch.dtype, operands: Sequence[ShardTensor]) -> bool:
         """Whether a result of this dtype, or a gradient, is rounded, and added up over ranks before that."""
@@ -143,6 +158,27 @@ class ContractionPlan(LocalPlan):
         graded = zip(operands, self.gradients or (), strict=True)
         summed = any(s is not None and s.partial_mesh_dims() and t.requires_grad for t, s in graded)
         return summed or bool(self.outputs.partial_mesh_dims())
+
+
+def _note_rows(how: Arrangement, out: ShardTensorSpec) -> None:
+    """Note how the dims of a product were sharded that were sent around, see [Note: rows again]."""
+    for m, axis in enumerate(how.axes):
+        if axis is not None and axis.sent is not None and axis.sent.label in how.form.out:
+            rows = AxisLayout(Shard(list(how.form.out).index(axis.sent.label)), axis.sent.sizes)
+            note(out, ("rows", m, out.shape, out.placements[m]), rows)
+
+
+def _rows_again(how: Arrangement, out: ShardTensorSpec) -> dict[int, AxisLayout]:
+    """How to shard a sum over ranks, where rows of an operand were sharded before they were sent around."""
+    axes = {}
+    for m in out.partial_mesh_dims():
+        for spec, term in zip(how.targets, how.form.terms, strict=True):
+            rows: AxisLayout | None = recall(spec, ("rows", m, spec.shape, spec.placements[m]))
+            if rows is not None and isinstance(rows.placement, Shard) and term[rows.placement.dim] in how.form.out:
+                dim = list(how.form.out).index(term[rows.placement.dim])
+                if dim not in out.sharded_dims():
+                    axes[m] = AxisLayout(Shard(dim), rows.sizes)
+    return axes
 
 
 def _dtype_of_autocast(how: Arrangement, function: Callable[..., Tensor]) -> torch.dtype | None:

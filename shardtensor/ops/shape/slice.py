@@ -29,7 +29,7 @@ from ...layout.placements import AxisLayout
 from ...layout.spec import ShardTensorSpec
 from ...operators.declaration import Arguments, Composed, operator
 from ..common.named_dims import are_much_more_even
-from .records import Key, note, recall
+from ..common.records import Key, note, recall
 from .view import carry, dim_of, moved_off, wrap_dim
 
 # -- slice sources -----------------------------------------------------------------------------------------------------

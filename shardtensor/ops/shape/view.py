@@ -33,7 +33,7 @@ from ...layout.placements import AxisLayout
 from ...layout.spec import ShardTensorSpec
 from ...layout.strides import cat_like
 from ...operators.declaration import Arguments, operator
-from .records import Key, note, recall
+from ..common.records import Key, note, recall
 
 _aten = torch.ops.aten
 

@@ -292,6 +292,40 @@ def test_gradients_of_products_around_a_ring(ranks):
     assert_matches_unsharded(torch.matmul, *numbers, mesh_shape=ranks, placements=placements)
 
 
+def of_few_queries(x, values):
+    """As LeViT halves an image: the queries are a quarter of the tokens."""
+    scores = torch.einsum("bid,bjd->bij", x[:, ::4], x).softmax(-1)
+    return scores, torch.einsum("bij,bjd->bid", scores, values)
+
+
+CUTS = [(2, (64, 64), (16, 16)), (3, (40, 60, 28), (10, 15, 7))]
+
+
+@pytest.mark.parametrize(("world", "sizes", "rows"), CUTS)
+@on_ranks("world")
+def test_rows_that_are_sent_around_are_sharded_again_once_they_are_summed(world, sizes, rows):
+    ranks, width = world, 16896  # a sum that takes longer to send than an exchange, between GPUs as well
+    layout = {"mesh_shape": ranks, "placements": [Shard(1)], "shard_sizes": {0: sizes}}
+    x, values = data(1, 128, 8), data(1, 128, width)
+    assert_matches_unsharded(lambda *t: of_few_queries(*t)[1].sin(), x, values, **layout)
+    x, values = (shard(t, shared_mesh(ranks), [Shard(1)], {0: sizes}, requires_grad=True) for t in (x, values))
+    scores, _ = of_few_queries(x, values)
+    assert scores.placements == (Shard(2),)
+    scores = scores.detach().requires_grad_()
+    rank = scores.device_mesh.get_local_rank()
+    with count_communication() as forward:
+        y = torch.einsum("bij,bjd->bid", scores, values)
+    assert y.placements == (Shard(1),) and y.shard_sizes[0] == rows
+    cotangent = torch.ones_like(y.detach())
+    with count_communication() as backward:
+        y.backward(cotangent)
+    # The others' rows of the sum, and the gradients of the own rows to all of them.
+    assert (forward.messages, forward.bytes_sent) == (ranks - 1, (32 - rows[rank]) * width * 8)
+    assert (backward.messages, backward.bytes_sent) == (ranks - 1, (ranks - 1) * rows[rank] * width * 8)
+    little = torch.einsum("bij,bjd->bid", scores, values[..., :5])
+    assert little.placements == (Partial(),)
+
+
 def penalized(a, b):
     """The gradient of a product, which is differentiated again."""
     (grad,) = torch.autograd.grad((a @ b).sin().sum(), a, create_graph=True)

@@ -8,7 +8,7 @@ import torch
 from torch.distributed.tensor import Replicate, Shard
 
 from shardtensor import ShardTensorSpec
-from shardtensor.ops.shape import records
+from shardtensor.ops.common import records
 from shardtensor.ops.shape.slice import record_source, source_of
 from shardtensor.testing import shard, shared_mesh, simulate_ranks
 
