@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 import sys
@@ -421,6 +422,21 @@ def test_a_grid_is_checked_without_values():
 
     found = shardtensor.explain(model, torch.rand(1, 3, 64, 96), mesh=2, shard=2, values=False)
     assert not found.stopped and not found.not_compared
+
+
+def test_deep_copies_of_tensors_have_no_values_either():
+    """Of tables that a library keeps, as torch-harmonics does. The memory that they would copy is not there."""
+    table = torch.arange(8.0)
+
+    def model(x):
+        copied, sharded, grid = copy.deepcopy((table, x.detach(), torch.empty_like(x.sum(2))))
+        assert copied is not table
+        return x * copied.sum() + sharded * grid.sum()
+
+    found = shardtensor.explain(model, torch.rand(1, 3, 16, 8), mesh=2, shard=2, values=False)
+    assert not found.stopped and not found.not_compared
+    last = found.layers[-1]
+    assert (last.operator, last.layout) == ("add", "S(2)[8, 8]")
 
 
 def test_tensors_of_numbers_alone_are_read_without_values():

@@ -414,4 +414,14 @@ class _Calls(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if func is Tensor.__deepcopy__ and type(args[0]) is not ShardTensor and not self._recorder._values:
+            func = _copied
         return self._recorder.observe(func, tuple(args), kwargs or {})
+
+
+def _copied(tensor: Tensor, memo: dict[int, Any]) -> Tensor:
+    """``tensor.__deepcopy__(memo)``, which copies memory that tensors without values do not have."""
+    if id(tensor) not in memo:
+        memo[id(tensor)] = tensor.detach().clone().requires_grad_(tensor.requires_grad)
+    copied: Tensor = memo[id(tensor)]
+    return copied
