@@ -5,7 +5,7 @@
 # make networks                  unmodified networks of many packages, in .venv-networks (long)
 # make networks ARGS="-k kornia" some of them
 # make shares                    how much of their work two ranks share; writes benchmarks/results and docs/performance.md
-# make shares ARGS="timm monai"  that of some of them
+# make shares ARGS="timm monai"  that of some of them; ARGS=--missing of those without a row, or above the bars
 # make sweep OP=softmax          every sample of an operator on 2 and 3 ranks, with gradients
 # make programs SEEDS=0:1000     random programs of tensor operations on shards, against one device; ARGS=--compiled compiles them
 # make endurance                 10,000 training steps with changing shard sizes; writes benchmarks/results/endurance.json

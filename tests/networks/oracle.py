@@ -58,6 +58,7 @@ class Network:
         train: the whole network is in training mode.
         backward: the result is differentiated, where it can be; not where one device cannot or should not.
         default: dtype of what the network itself makes without one.
+        values: a preview reads those of indices (networks.shares).
     """
 
     make: Callable[[Any], nn.Module]
@@ -73,6 +74,7 @@ class Network:
     train: bool = False
     backward: bool = True
     default: torch.dtype = torch.float32
+    values: bool = False
 
 
 class Called(nn.Module):

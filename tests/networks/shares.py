@@ -1,7 +1,8 @@
 """How much of the work of the networks of these modules two ranks share: ``python -m networks.shares``, in ``tests``.
 
-Every network is previewed on two ranks, without values, at a size of use. Of each: how much the busiest rank computes
-and keeps for the backward pass, divided by its part of what one process does (``excess`` of ``shardtensor.explain``).
+Every network is previewed on two ranks, and those above the bars at larger sizes, too. Of each: how much the busiest
+rank computes and keeps for the backward pass, divided by its part of what one process does (``excess`` of
+``shardtensor.explain``).
 Programs with fewer than three products are left out: measures of images, an operation behind a convolution.
 """
 
@@ -12,7 +13,7 @@ import importlib
 import json
 import re
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -31,7 +32,8 @@ PAGE = FOLDER / "docs" / "performance.md"
 MARKS = "<!-- begin: written by make shares -->", "<!-- end: shares -->"
 ENOUGH = 8  # rows of each shard, of the coarsest map
 PRODUCTS = 3  # of a network, at least
-LONGEST = 32  # times the size in the tests
+LONGEST = 64  # times the size in the tests
+STEP = 8  # times the last size, of what is above the bars
 BARS = {"work": 1.15, "kept": 1.2}
 SECONDS = 120  # of this process's own time, for each preview
 
@@ -61,50 +63,86 @@ def listed() -> list[str]:
     return [file.stem for file in files if re.search(r"^NETWORKS\b", file.read_text(), re.MULTILINE)]
 
 
-def rows_of(module: str, only: str = "") -> list[Row]:
-    """Of the networks of a module whose name contains ``only``."""
+def rows_of(module: str, only: str = "", missing: bool = False) -> list[Row]:
+    """Of the networks of a module whose name contains ``only``; all other rows are as stored.
+
+    ``missing``: only those that have no row, or one above the bars. Rows are stored one by one, each with an excuse in
+    place of its counts first: a network with which the process dies is left out of the next call with ``missing``.
+    """
     try:
         tests = importlib.import_module(f"networks.{module}")
         package = importlib.import_module(getattr(tests, "PACKAGE", "torch"))
     except pytest.skip.Exception as skipped:
         return [Row(module, (), 0, why=str(skipped))]
-    result = []
-    for name, network in tests.NETWORKS.items():
-        if isinstance(network, Network) and only.lower() in f"{module} {name}".lower():
-            row = counted(f"{module.removeprefix('test_')} {name}", network, package)
-            print(row.name, row.shape, row.work, row.kept, row.why.splitlines()[:1], flush=True)
-            result.append(row)
-    return result
+    before = {row.name: row for row in stored().get(module, ())}
+    result = {}
+    for key, given in tests.NETWORKS.items():
+        name = f"{module.removeprefix('test_')} {key}"
+        network = tests.previewed(given) if hasattr(tests, "previewed") else given
+        if not isinstance(network, Network) or only.lower() not in f"{module} {key}".lower():
+            continue
+        known = before.get(name)
+        if missing and known is not None and not is_high(known.work, known.kept):
+            result[name] = known
+            continue
+        if not only:
+            excuse = Row(name, network.shape, network.dim, why="the process ended")
+            store({**stored(), module: [*result.values(), excuse, *_after(before, result, name)]})
+        row = result[name] = counted(name, network, package)
+        print(row.name, row.shape, row.work, row.kept, row.why.splitlines()[:1], flush=True)
+    return list(result.values())
+
+
+def _after(before: dict[str, Row], result: dict[str, Row], name: str) -> list[Row]:
+    return [row for each, row in before.items() if each not in result and each != name]
 
 
 def counted(name: str, network: Network, package: Any) -> Row:
-    """At the least size, of those in the tests times a power of two, at which no shard of a map is short."""
-    row = Row(name, network.shape, network.dim, why="the network does not run")
-    times = 1
-    while times <= LONGEST:
-        shape = list(network.shape)
-        shape[network.dim] *= times
-        try:
-            with limited(SECONDS):
-                found = preview(network, package, shape)
-        except (Exception, pytest.skip.Exception, TooLong) as error:  # it takes no other size, or reads values
-            text = f"{type(error).__name__}: {error}".strip().splitlines()[0][:200]
-            return replace(row, why=text) if row.work is None else row
-        if found.refused or found.stopped or found.excess is None:
-            reason = found.stopped or next((layer.refused for layer in found.refused), "it has nothing to compare with")
-            return replace(row, why=reason.splitlines()[0]) if row.work is None else row
-        if sum(bool(layer.whole and sum(layer.whole.flops)) for layer in found.layers) < PRODUCTS:
-            return replace(row, why="too few products for a network")
-        work, kept = (round(each, 2) for each in found.excess)
-        kept = kept if found.differentiated else None
-        row = Row(name, tuple(shape), network.dim, work, kept, found.share() if is_high(work, kept) else "")
-        if (shortest := least(found)) >= ENOUGH:
-            break
-        times *= max(2, -(-ENOUGH // max(1, shortest)))
+    """At the size in the tests, or at a larger one, at which no shard of a map is short.
+
+    What is above the bars there is counted at larger sizes, too, and the least count is the network's. The sharded dim
+    grows, then this and those behind it, then the batch: some networks take one size of images, and any batch.
+    """
+    row, shortest = count(name, network, package, network.shape)
+    for dims in dict.fromkeys(((network.dim,), tuple(range(network.dim, len(network.shape))), (0,))):
+        shape = row.shape
+        while row.work is not None and (is_high(row.work, row.kept) or (shortest < ENOUGH and dims != (0,))):
+            times = -(-ENOUGH // max(1, shortest)) if shortest < ENOUGH else STEP
+            shape = tuple(size * max(2, times) if dim in dims else size for dim, size in enumerate(shape))
+            if any(size > LONGEST * least for size, least in zip(shape, network.shape)):
+                break
+            larger, short = count(name, network, package, shape)
+            if larger.work is None:
+                break
+            if shortest < ENOUGH or worst(larger) < worst(row):
+                row, shortest = larger, short
     return row
 
 
-def preview(network: Network, package: Any, shape: list[int]) -> shardtensor.Explanation:
+def count(name: str, network: Network, package: Any, shape: tuple[int, ...]) -> tuple[Row, int]:
+    """The counts at one size, and the shortest shard of a map there."""
+    row = Row(name, network.shape, network.dim)
+    try:
+        with limited(SECONDS):
+            found = preview(network, package, shape)
+    except (Exception, pytest.skip.Exception, TooLong) as error:  # it takes no other size, or reads values
+        return replace(row, why=f"{type(error).__name__}: {error}".strip().splitlines()[0][:200]), ENOUGH
+    if found.refused or found.stopped or found.excess is None:
+        reason = found.stopped or next((layer.refused for layer in found.refused), "it has nothing to compare with")
+        return replace(row, why=reason.splitlines()[0]), ENOUGH
+    if sum(bool(layer.whole and sum(layer.whole.flops)) for layer in found.layers) < PRODUCTS:
+        return replace(row, why="too few products for a network"), ENOUGH
+    work, kept = (round(each, 2) for each in found.excess)
+    kept = kept if found.differentiated else None
+    why = found.share() if is_high(work, kept) else ""
+    return Row(name, tuple(shape), network.dim, work, kept, why), least(found)
+
+
+def worst(row: Row) -> float:
+    return max(row.work or 0, row.kept or 0)
+
+
+def preview(network: Network, package: Any, shape: Sequence[int]) -> shardtensor.Explanation:
     with default_dtype(network.default):
         model = Called(network, built(network.make, package, network.dtype, network.norms_train, network.train))
         like = network.draw(network.shape)
@@ -113,7 +151,7 @@ def preview(network: Network, package: Any, shape: list[int]) -> shardtensor.Exp
         x = torch.empty(shape, dtype=dtype, device="meta", requires_grad=graded)
         seed()
         options = {"mesh": 2, "shard": network.dim, "backward": network.backward}
-        return shardtensor.explain(model, x, **options, values=False)
+        return shardtensor.explain(model, x, **options, values=network.values)
 
 
 def least(found: shardtensor.Explanation) -> int:
@@ -188,12 +226,13 @@ def section(results: dict[str, list[Row]]) -> str:
         f"| work | {spread(work)} |",
         f"| kept for backward | {spread(kept)} |",
         "",
-        f"The table has the networks with more than {BARS['work']} for work, or more than {BARS['kept']} for memory:",
+        f"The table has the networks with more than {BARS['work']} for work, or more than {BARS['kept']} for memory,",
+        f"at the best of several sizes: the tests', and up to {LONGEST} times as long, wide or many, if it runs.",
         "",
         "| network | input, sharded dim | work | kept | from |",
         "|---|---|--:|--:|---|",
     ]
-    for row in sorted(rows, key=lambda row: -max(row.work or 0, row.kept or 0)):
+    for row in sorted(rows, key=lambda row: -worst(row)):
         if is_high(row.work, row.kept):
             counts = " | ".join("" if each is None else f"{each:.2f}" for each in (row.work, row.kept))
             lines.append(f"| {row.name} | {'x'.join(map(str, row.shape))}, {row.dim} | {counts} | {reason(row.why)} |")
@@ -212,11 +251,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("modules", nargs="*", metavar="MODULE", help="only these, such as timm; the others' rows stay")
     parser.add_argument("--only", default="", help="networks whose name contains this; writes nothing")
+    parser.add_argument("--missing", action="store_true", help="networks without a row, or above the bars; others stay")
     parser.add_argument("--page", action="store_true", help="counts nothing, and writes docs/performance.md anew")
     options = parser.parse_args()
     chosen = [module for module in listed() if module.removeprefix("test_") in options.modules or not options.modules]
     for module in () if options.page else chosen:
-        rows = rows_of(module, options.only)
+        rows = rows_of(module, options.only, options.missing)
         if not options.only and rows:
             store({**stored(), module: rows})
     print(section(stored()))

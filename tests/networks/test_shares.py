@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import sys
+from types import SimpleNamespace
+
+import pytest
 import torch
 from torch import nn
 
+from networks import shares
 from networks.oracle import Network
 from networks.shares import Row, counted, listed, section
 
@@ -35,6 +40,45 @@ def test_shards_are_lengthened_until_no_map_is_short():
 def test_a_network_that_takes_one_size_is_counted_at_that():
     row = counted("fixed", Network(lambda _: Fixed(8), (1, 3, 16, 16)), torch)
     assert row.shape == (1, 3, 16, 16) and row.work == 1.0
+
+
+class Latents(nn.Module):
+    """Few plain rows, on which every rank does the same, and layers for an input of any length."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = nn.Parameter(torch.ones(8, 4))
+        self.first, self.second, self.last = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.second(self.first(x)) + self.last(self.rows).sum()
+
+
+def test_what_is_above_the_bars_is_counted_at_larger_sizes():
+    row = counted("latents", Network(lambda _: Latents(), (1, 8, 4), 1), torch)
+    assert row.shape == (1, 64, 4) and 1.0 <= row.work < 1.1 and not row.why
+    network = Network(lambda _: Latents(), (1, 8, 4), 1, lambda network, x: x + network(network.rows))
+    row = counted("alike", network, torch)
+    assert row.work == 2.0 and row.why.count("on every rank alike")
+
+
+def test_rows_that_are_there_stay_and_no_network_ends_the_command_twice(monkeypatch, tmp_path):
+    networks = {name: Network(pools, (1, 3, 128, 8)) for name in ("first", "second", "third")}
+    module = SimpleNamespace(NETWORKS=networks)
+    monkeypatch.setattr(shares, "RESULTS", tmp_path / "shares.json")
+    monkeypatch.setattr(shares.importlib, "import_module", {"networks.test_here": module, "torch": torch}.get)
+    first = Row("here first", (1, 1), 0, 1.05, 1.0)
+    shares.store({"test_here": [first]})
+    monkeypatch.setattr(shares, "counted", lambda name, *_: sys.exit(1))  # as a process that dies
+    with pytest.raises(SystemExit):
+        shares.rows_of("test_here", missing=True)
+    assert [(row.name, row.why) for row in shares.stored()["test_here"]] == [
+        ("here first", ""),
+        ("here second", "the process ended"),
+    ]
+    monkeypatch.setattr(shares, "counted", lambda name, *_: Row(name, (1, 3), 1, 1.0, 1.0))
+    found = shares.rows_of("test_here", missing=True)
+    assert [(row.name, row.work) for row in found] == [("here first", 1.05), ("here second", None), ("here third", 1.0)]
 
 
 def test_what_cannot_be_counted_says_why():

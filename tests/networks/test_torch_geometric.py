@@ -73,6 +73,31 @@ def inputs() -> dict[str, tuple[Tensor, str, int]]:
     }
 
 
+def previewed(network: Network) -> oracle.Network:
+    """For a count of what two ranks share: nodes on a ring have edges from the four next ones; both are sharded."""
+
+    def call(model: nn.Module, x: Tensor) -> Any:
+        n = len(x)
+        targets = torch.arange(n)[:, None].expand(n, 4)
+        edge_index = torch.stack([(targets + torch.tensor([-2, -1, 1, 2])).remainder(n).flatten(), targets.flatten()])
+        edges = edge_index[0].double()
+        graph = {
+            "pos": (torch.ones(n, 3, dtype=x.dtype), "node", 0),
+            "batch": (torch.arange(n) * GRAPHS // n, "node", 0),
+            "edge_index": (edge_index, "edge", 1),
+            "sorted_index": (edge_index, "edge", 1),
+            "edge_weight": (edges.sin().exp(), "edge", 0),
+            "edge_attr": (edges[:, None].expand(-1, 3).contiguous(), "edge", 0),
+            "edge_type": (torch.arange(len(edges)) % 2, "edge", 0),
+        }
+        others = [(value, dim) for value, _, dim in (graph[name] for name in network.takes if name != "x")]
+        if isinstance(x, ShardTensor):
+            return network.call(model, x, *(shard(value, x.device_mesh, [Shard(dim)]) for value, dim in others))
+        return network.call(model, x, *(value for value, _ in others))
+
+    return oracle.Network(network.make, (2 * NODES, 4), 0, call, norms_train=network.norms_train, values=True)
+
+
 class Of(nn.Module):
     """A function as a network."""
 
@@ -140,7 +165,7 @@ def hgt_conv(g: Any) -> nn.Module:
 
 
 def dense(network: nn.Module, x: Tensor, edge_index: Tensor) -> Tensor:
-    adjacency = importlib.import_module("torch_geometric.utils").to_dense_adj(edge_index, max_num_nodes=NODES)
+    adjacency = importlib.import_module("torch_geometric.utils").to_dense_adj(edge_index, max_num_nodes=len(x))
     return network(x[None], adjacency.to(x.dtype))
 
 
