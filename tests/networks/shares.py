@@ -227,7 +227,7 @@ def section(results: dict[str, list[Row]]) -> str:
         f"| kept for backward | {spread(kept)} |",
         "",
         f"The table has the networks with more than {BARS['work']} for work, or more than {BARS['kept']} for memory,",
-        f"at the best of several sizes: the tests', and up to {LONGEST} times as long, wide or many, if it runs.",
+        "at the size that it says:",
         "",
         "| network | input, sharded dim | work | kept | from |",
         "|---|---|--:|--:|---|",
