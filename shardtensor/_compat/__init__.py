@@ -405,6 +405,11 @@ def goes_into_graph(tensor: torch.Tensor) -> bool:
     return is_traced(tensor) and not _previews
 
 
+def is_previewed() -> bool:
+    """Whether the program runs inside :func:`without_values`, where nothing is received."""
+    return _previews
+
+
 @contextmanager
 def without_values() -> Iterator[Any]:
     """Inside the block tensors have shapes, dtypes and strides, and no memory; the program runs as it does eagerly.

@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from .._compat import hidden_from_program, is_traced, recomputed
-from .._compat.c10d import c10d_all_gather, devices_of, group_along, process_group
+from .._compat.c10d import devices_of, group_along, process_group
 from ..errors import RanksDiffer
 from ..layout.caches import forgets
 from ..layout.intervals import chunk_sizes
@@ -55,9 +55,8 @@ from .history import (
     record,
     values_compared,
 )
-from .integer_rows import alike, gather_rows, gather_texts
+from .integer_rows import alike, gather_rows, gather_table, gather_texts
 from .summaries import digest_of_some
-from .waiting import wait_for
 
 MAX_NDIM = 16
 # In the same order on every rank, so that a dtype can be sent as its index.
@@ -315,8 +314,7 @@ def gather_with_history(
     words = max(2, -(-size // 8))
     row = torch.tensor([0] * words + [*fingerprint(name, others)], device=device)
     row[:words].view(torch.uint8)[:size].copy_(as_bytes(values))
-    table = row.new_empty((group.size(), len(row)))
-    wait_for(c10d_all_gather(table.view(-1), row, group), table, group)
+    table = gather_table(row, group)
     fingerprints = zip(dist.get_process_group_ranks(group), table[:, words:].tolist(), strict=True)
     _check_histories(dict(fingerprints), name, partial(gather_rows, group=group, device=device))
     if others:

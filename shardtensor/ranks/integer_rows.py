@@ -7,7 +7,9 @@ from typing import TypeVar
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
+from .._compat import NEEDS_VALUES, is_previewed
 from .._compat.c10d import c10d_all_gather, c10d_gather, c10d_scatter
 from .cuda_graphs import OUTSIDE, check_not_captured
 from .waiting import wait_for
@@ -23,10 +25,21 @@ def gather_rows(row: Sequence[int], group: dist.ProcessGroup, device: torch.devi
         device,
         remedy="give from_local its shard_sizes, unset SHARDTENSOR_DEBUG, or " + OUTSIDE,
     )
-    mine = torch.tensor(row, dtype=torch.int64, device=device)
-    table = mine.new_empty((group.size(), len(row)))
-    wait_for(c10d_all_gather(table.view(-1), mine, group), table, group)
+    table = gather_table(torch.tensor(row, dtype=torch.int64, device=device), group)
     return dict(zip(dist.get_process_group_ranks(group), table.tolist(), strict=True))
+
+
+def gather_table(row: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Every rank's ``row`` of integers, in the rows of one tensor.
+
+    Raises:
+        DataDependentOutputException: in a preview without values, where nothing is received.
+    """
+    if is_previewed():
+        raise NEEDS_VALUES[0]("what other ranks say")  # type: ignore[arg-type]  # it is only shown
+    table = row.new_empty((group.size(), len(row)))
+    wait_for(c10d_all_gather(table.view(-1), row, group), table, group)
+    return table
 
 
 def alike(row: Sequence[int], group: dist.ProcessGroup) -> bool:

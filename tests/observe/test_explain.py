@@ -391,6 +391,19 @@ def test_a_model_that_reads_values_is_run_with_them():
     assert "reads values after  add" in stopped.stopped and [layer.operator for layer in stopped.layers] == ["add"]
 
 
+def last_of_rows(x):
+    rows = torch.arange(x.shape[0])
+    if isinstance(x, ShardTensor):
+        rows = ShardTensor.from_local(rows[: x.to_local().shape[0]], x.device_mesh, [Shard(0)], shard_sizes="even")
+    return x * int(rows.max())
+
+
+def test_values_that_other_ranks_would_have_to_send_are_not_read():
+    """The local values are known, as they are computed from numbers. Nothing is received, so those of others are not."""
+    stopped = shardtensor.explain(last_of_rows, torch.rand(4, 4), mesh=2, shard=0, values=False).stopped
+    assert stopped.startswith("the model reads values after") and stopped.endswith("values=False has none")
+
+
 class Speech(nn.Module):
     def __init__(self):
         super().__init__()
