@@ -171,7 +171,7 @@ TESTED_WITH = {
     "recurrent/test_rnn.py": "recurrent",
     "reduction/test_reductions.py": "common/reduce linalg/norm",
     "shape/test_rearranging.py": "shape/diagonal shape/repeat spatial/unfold",
-    "shape/test_slice_sources.py": "shape/records",
+    "shape/test_slice_sources.py": "common/records",
     "shape/test_view.py": "shape/cat shape/flip shape/slice spatial/pixel_shuffle",
     "../dispatch/test_dispatch.py": "elementwise/pointwise",
 }
