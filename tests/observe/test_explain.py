@@ -399,7 +399,7 @@ def last_of_rows(x):
 
 
 def test_values_that_other_ranks_would_have_to_send_are_not_read():
-    """The local values are known, as they are computed from numbers. Nothing is received, so those of others are not."""
+    """Local values are known: they are computed from numbers. Nothing is received, so those of others are not."""
     stopped = shardtensor.explain(last_of_rows, torch.rand(4, 4), mesh=2, shard=0, values=False).stopped
     assert stopped.startswith("the model reads values after") and stopped.endswith("values=False has none")
 

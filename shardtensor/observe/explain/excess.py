@@ -15,7 +15,7 @@ from .layers import Layer, Share, imbalance
 
 _ALL = 0.95  # of what one process computes: a rank that does so much of it does all
 _MATTERS = 0.05  # of the network's work: what is less is not worth a line
-_HIGH = 1.1
+_HIGH = 1.1  # of a rank's part: what is less is not worth a line
 _UNEVEN = 1.5  # the largest shard, as a multiple of an even one
 
 
@@ -57,6 +57,12 @@ def _ratio(parts: dict[int, float], layers: Sequence[Layer], cost: Callable[[Sha
 def excess_of(layers: Sequence[Layer], parts: dict[int, float]) -> Excess:
     """Of some layers of a preview; ``parts``: how much of the input each rank has."""
     return Excess(_ratio(parts, layers, _flops), _ratio(parts, layers, _kept))
+
+
+def uneven_input(parts: dict[int, float]) -> list[str]:
+    """A line where the input itself has uneven shards: no rank can do its part of the work then."""
+    largest = imbalance(parts)
+    return [f"    The largest part of the input is {largest:.2f} times an even part."] if largest > _HIGH else []
 
 
 def by_module(layers: Sequence[Layer], parts: dict[int, float]) -> list[tuple[str, Excess]]:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ..counting import Communication
-from .excess import Excess, by_module, excess_of, repeated, uneven
+from .excess import Excess, by_module, excess_of, repeated, uneven, uneven_input
 from .layers import Layer, imbalance
 
 # -- results -----------------------------------------------------------------------------------------------------------
@@ -21,7 +21,6 @@ from .layers import Layer, imbalance
 PHASES = ("forward", "backward")
 
 _COPIES = 4  # of the weights in a training step: weights, gradients, two states of AdamW
-_EVEN = 1.1  # the largest part of the input, divided by the mean, that is not worth a line
 
 
 @dataclass(frozen=True)
@@ -73,8 +72,7 @@ class Explanation:
         if not self.parts:
             return f"not compared with one process: {self.not_compared}"
         lines = [f"1.0 is a rank's part of the input: {self.excess}"]
-        if (largest := imbalance(self.parts)) > _EVEN:
-            lines.append(f"    The largest part of the input is {largest:.2f} times an even part.")
+        lines += uneven_input(self.parts)
         lines += [f"    {path}: {excess}" for path, excess in by_module(self.layers, self.parts)]
         return "\n".join([*lines, *filter(None, (tell(self.layers, self.parts) for tell in (repeated, uneven)))])
 
