@@ -23,15 +23,14 @@ from ...dispatch.registry import DECLINED, register
 from ...dispatch.tensor import as_gradient, wrap
 from ...errors import refuse
 from ...layout.caches import cached
-from ...layout.intervals import Interval, intersect, intervals_of, length, map_boundaries
+from ...layout.intervals import Interval, chunk_sizes, intersect, intervals_of, length, map_boundaries
 from ...layout.spec import ShardTensorSpec
 from ...layout.strides import stride_like
 from ...layout.windows import Window
 from ...operators.declaration import Arguments, Composed, Plan, operator
 from ..common.alignment import is_little, wide_dtype
-from ..common.named_dims import free_dims
+from ..common.named_dims import are_much_more_even, free_dims
 from ..common.stencil import per_dim, resized
-from ..shape.slice import shared_again
 from .halo_conv import ConvolutionPlan, LocalConvolution, OwnersGradient, SplitGradient, Strip
 
 # -- geometry ----------------------------------------------------------------------------------------------------------
@@ -339,11 +338,29 @@ def plan_batched(
         return Composed(lambda x, w, b: _as_real_convolution(again, x, w, b, transposed=transposed))
     # The batch or a spatial dim is sharded instead of the channels, see [Note: whole rows] in sort.py.
     target = free_dims(call.name, input, 1)
-    shared = shared_again(target)  # see [Note: left uneven] in slice.py
-    worth = shared != target and not is_little(input, make(target).outputs.shape.numel())
-    call.redistribute("input", shared if worth else target)
+    even = _evened(target)
+    worth = even != target and not is_little(input, make(target).outputs.shape.numel())
+    call.redistribute("input", even if worth else target)
     call.cast(call.autocast(), "input", *(["weight"] if bias is None else ["weight", "bias"]))
     return make(call.tensors["input"])
+
+
+def _evened(spec: ShardTensorSpec) -> ShardTensorSpec:
+    """The spec with even shards along a dim of which a rank has less than a quarter of an even shard.
+
+    [Note: nearly nothing] A slice is a view and sends nothing, so it may leave nearly all to one rank: of an image with
+    its mirror image behind it, which is cut to a multiple of a window. A convolution is where work begins. Whether a
+    slice has left such sizes or the program has chosen them cannot be known: a note of slices would not be the same on
+    all ranks, as a rank may slice alone, to print a part. So the sizes decide, and those that a program chooses for
+    ranks of different speed are kept.
+    """
+    axes = {}
+    for dim, m in spec.sharded_dims().items():
+        sizes = spec.sizes_along(m)
+        even = chunk_sizes(spec.shape[dim], len(sizes))
+        if min(sizes) * 4 * len(sizes) < sum(sizes) and are_much_more_even(even, sizes):
+            axes[m] = spec.layout[m]._replace(sizes=even)
+    return spec.with_axes(axes)
 
 
 def _as_real_convolution(

@@ -3,11 +3,6 @@
 The entries of a slice stay with their owners: a boundary ``b`` of the input becomes the number of taken indices below
 ``b``. Nothing is sent, forward or backward, and the result is a view of the shard. The gradient gets the input's
 layout, if that is known.
-
-[Note: left uneven] So a slice may leave nearly all to one rank: of an image with its mirror image behind it, which is
-cut to a multiple of a window. The slice cannot know whether it is written to, or what is computed with it. So it notes
-the sizes that it leaves, and the sizes in the proportions that there were. A convolution whose result is large reshards
-an input with sizes that a slice has left, and what follows stays so. Sizes that the program has chosen are kept.
 """
 
 from __future__ import annotations
@@ -28,7 +23,6 @@ from ...layout.intervals import Interval, intervals_of, map_boundaries, resized,
 from ...layout.placements import AxisLayout
 from ...layout.spec import ShardTensorSpec
 from ...operators.declaration import Arguments, Composed, operator
-from ..common.named_dims import are_much_more_even
 from ..common.records import Key, note, recall
 from .view import carry, dim_of, moved_off, wrap_dim
 
@@ -114,18 +108,8 @@ def _sliced(spec: ShardTensorSpec, meta: TensorMeta, dim: int, taken: range) -> 
     m = spec.sharded_dims().get(dim)
     if m is None:
         return spec.replace(meta=meta)
-    before = spec.sizes_along(m)
-    sizes = map_boundaries(before, boundary_of_slice(taken))
-    in_proportion = map_boundaries(before, lambda b: b * len(taken) // max(1, sum(before)))
-    if are_much_more_even(in_proportion, sizes):
-        note(spec, ("left uneven", m, sizes), in_proportion)
+    sizes = map_boundaries(spec.sizes_along(m), boundary_of_slice(taken))
     return spec.with_axes({m: spec.layout[m]._replace(sizes=sizes)}).replace(meta=meta)
-
-
-def shared_again(spec: ShardTensorSpec) -> ShardTensorSpec:
-    """The spec with the proportions that there were before a slice left it so uneven."""
-    noted = {m: recall(spec, ("left uneven", m, spec.sizes_along(m))) for m in spec.sharded_dims().values()}
-    return spec.with_axes({m: spec.layout[m]._replace(sizes=sizes) for m, sizes in noted.items() if sizes})
 
 
 @operator(_aten.slice.Tensor)
