@@ -54,6 +54,16 @@ from .replaced import replace, when_imported
 # What torch.autograd.backward does before it calls the engine, and how it calls it.
 gradient_seeds: Callable[..., tuple[torch.Tensor | None, ...]] = torch.autograd._make_grads
 run_engine = torch.autograd.graph._engine_run_backward
+
+
+def is_executed(node: Any) -> bool:
+    """Whether the pass that is under way runs a node, or gives the gradient that arrives there."""
+    try:
+        return torch._C._will_engine_execute_node(node)
+    except RuntimeError:  # raised for a leaf whose gradient was asked for
+        return True
+
+
 # Whether the engine runs the nodes of accelerators in threads of its own.
 multithreading_enabled: Callable[[], bool] = torch._C._is_multithreading_enabled
 # What operators raise whose result or its shape follows from values, on tensors that have none.

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
-from .._compat import AutogradFunction, FunctionContext, alias, gradient_seeds, run_engine
+from .._compat import AutogradFunction, FunctionContext, alias, gradient_seeds, is_executed, run_engine
 from ..context import Setting
 from ..errors import UnsupportedSharding
 from ..ranks.failures import BACKWARD, note_raised
@@ -81,16 +81,45 @@ def _several(nodes: Nodes) -> tuple[Node, ...]:
     return (nodes,) if isinstance(nodes, (Tensor, GradientEdge)) else tuple(nodes)
 
 
+class _Passes:
+    """Those that are under way, in all threads.
+
+    Attributes:
+        selective: how many were asked for the gradients of some inputs.
+    """
+
+    selective = 0
+
+
+passes = _Passes()
+
+
 def _run(
-    roots: Sequence[Node], seeds: Seeds, retain_graph: bool, create_graph: bool, *args: object, **options: bool
+    roots: Sequence[Node], seeds: Seeds, retain_graph: bool, create_graph: bool, inputs: Sequence[Node], **options: bool
 ) -> Any:
     """Call the engine. See [Note: graphs of gradients]."""
+    passes.selective += bool(inputs)
     try:
         with torch.autograd.set_multithreading_enabled(False) if create_graph else nullcontext():
-            return run_engine(roots, seeds, retain_graph, create_graph, *args, **options)
+            return run_engine(roots, seeds, retain_graph, create_graph, inputs, **options)
     except Exception as error:
         note_raised(error, BACKWARD)
         raise
+    finally:
+        passes.selective -= bool(inputs)
+
+
+def wanted(ctx: FunctionContext, first: int) -> Sequence[bool]:
+    """Which gradients a node is to compute, of its inputs from ``first`` on, which is the first one with a graph.
+
+    ``ctx.needs_input_grad`` was fixed in the forward pass. In a pass for the gradients of some inputs, torch's own
+    operators compute what leads to these: forces from an energy take no gradients of weights. So do ours.
+    """
+    needed = ctx.needs_input_grad[first:]
+    if not passes.selective:
+        return needed
+    nodes = (node for node, _ in ctx.next_functions if node is not None)  # those of the needed inputs, in their order
+    return [need and is_executed(next(nodes)) for need in needed]
 
 
 @register(torch.autograd.backward)

@@ -17,7 +17,7 @@ from torch.distributed.tensor.placement_types import Placement
 from .._compat import AutogradFunction, FunctionContext, alias, multithreading_enabled
 from ..communication.weight_gradients import Contribution, GradientSum
 from ..context import contributions_are_exact
-from ..dispatch.gradients import not_twice
+from ..dispatch.gradients import not_twice, passes, wanted
 from ..dispatch.tensor import ShardTensor, as_gradient, from_part, placements_of_second, to_part, wrap
 from ..errors import UnsupportedSharding
 from ..layout.spec import ShardTensorSpec
@@ -283,7 +283,7 @@ class _Run(AutogradFunction):
 
 
 def _gradients(ctx: _RunContext, saved: Sequence[Any], grads: Sequence[Tensor | None]) -> list[Any]:
-    plan = ctx.plan
+    plan, needed = ctx.plan, wanted(ctx, 3) if passes.selective else ctx.needs_input_grad[3:]
     caller, here.operator = here.operator, plan.label
     try:
         outputs = plan.outputs if type(plan.outputs) is tuple else (plan.outputs,)
@@ -292,9 +292,9 @@ def _gradients(ctx: _RunContext, saved: Sequence[Any], grads: Sequence[Tensor | 
             local_grads.append(None if grad is None else as_gradient(grad, spec)._local_tensor)
         if torch.is_autocast_enabled(plan.device):
             with without_autocast(plan.device):
-                found = plan.backward(ctx.needs_input_grad[3:], local_grads, *_held(saved))
+                found = plan.backward(needed, local_grads, *_held(saved))
         else:
-            found = plan.backward(ctx.needs_input_grad[3:], local_grads, *_held(saved))
+            found = plan.backward(needed, local_grads, *_held(saved))
         gradients = list(found)
         for i, spec in enumerate(ctx.specs):
             if spec is not None and gradients[i] is not None:
@@ -317,7 +317,7 @@ def _held(tensors: Iterable[Any]) -> list[Any]:
 
 def _second_derivatives(ctx: _RunContext, grads: Sequence[Tensor | None]) -> list[Any]:
     """The gradients for second derivatives: the same computation once more, and differentiated by autograd."""
-    plan, needed = ctx.plan, ctx.needs_input_grad[3:]
+    plan, needed = ctx.plan, wanted(ctx, 3)
     tensors = list(ctx.others)
     for i, t in zip(plan.saves, ctx.saved_tensors):
         tensors[i] = t
@@ -334,8 +334,8 @@ def _second_derivatives(ctx: _RunContext, grads: Sequence[Tensor | None]) -> lis
         result = plan.again(*completed)
     results, outputs = (result, plan.outputs) if type(plan.outputs) is tuple else ((result,), (plan.outputs,))
     pairs = [(y, _local_gradient(g, s)) for y, g, s in zip(results, grads, outputs) if g is not None]
-    wanted = list(compress(completed, needed))
-    found = torch.autograd.grad([y for y, _ in pairs], wanted, [g for _, g in pairs], create_graph=True)
+    asked = list(compress(completed, needed))
+    found = torch.autograd.grad([y for y, _ in pairs], asked, [g for _, g in pairs], create_graph=True)
     sources = [None if t is None else c for t, c in zip(tensors, completed)]
     sources += [g for _, g in pairs]
     places = range(len(completed))

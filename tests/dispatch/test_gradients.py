@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from shardtensor.communication import redistribute
+from shardtensor.observe.counting import count_communication
 from shardtensor.ops.normalization import plans
 from shardtensor.testing import assert_matches_unsharded, run_distributed, run_expecting_errors, shard, shared_mesh
 
@@ -75,6 +76,58 @@ def test_autograd_grad_and_backward_take_plain_and_sharded_seeds():
     x.grad = None
     x.square().backward(seed, inputs=[x])
     torch.testing.assert_close(x.grad.full_tensor(), 2 * whole * seed, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("checkpointed", [False, True], ids=["plain", "checkpoint"])
+@on_ranks(2)
+def test_gradients_that_are_not_asked_for_are_neither_computed_nor_summed(checkpointed):
+    """Forces are the gradient of an energy by positions: no gradient of a weight is needed for them."""
+    whole, x = image()
+    whole.requires_grad_()
+    model, reference = network(), network()
+
+    def energy(y):
+        return (checkpoint(model, y, use_reentrant=False) if checkpointed else model(y)).square().mean()
+
+    (expected,) = torch.autograd.grad(reference(whole).square().mean(), whole, create_graph=True)
+    loss = energy(x)
+    with count_communication() as counted:
+        (found,) = torch.autograd.grad(loss, x, retain_graph=True)
+    torch.testing.assert_close(found.full_tensor(), expected, rtol=1e-10, atol=1e-12)
+    sums = 2 * 2 * 2 * 8  # of the group norm's gradient: two for each of two groups of two images
+    assert counted.collective_bytes <= sums * (2 if checkpointed else 1), counted
+    loss = energy(x)
+    with count_communication() as counted:
+        (found,) = torch.autograd.grad(loss, x, create_graph=True)
+    assert counted.collective_bytes <= 4 * sums, counted
+    found.square().sum().backward()
+    expected.square().sum().backward()
+    for p, q in zip(model.parameters(), reference.parameters()):
+        if q.grad is None:
+            assert p.grad is None or not p.grad.any()
+        else:
+            torch.testing.assert_close(p.grad, q.grad, rtol=1e-9, atol=1e-12)
+
+
+@on_ranks(2)
+def test_gradients_of_some_weights_leave_out_the_input_s():
+    whole, x = image()
+    model, reference = network(), network()
+    whole.requires_grad_()
+    some = [model[0].weight, model[5].bias]
+    with count_communication() as forward:
+        loss = model(x).square().mean()
+    with count_communication() as backward:
+        found = torch.autograd.grad(loss, some)
+    expected = torch.autograd.grad(reference(whole).square().mean(), [reference[0].weight, reference[5].bias])
+    for ours, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-12)
+    with count_communication() as both:
+        torch.autograd.grad(model(x).square().mean(), [*some, x])
+    assert both.messages - forward.messages - backward.messages == 1  # the gradient of the first convolution's halo
+    model(x).square().mean().backward(inputs=[*some, x])
+    assert [p.grad is not None for p in model.parameters()] == [True, False, False, False, False, True]
+    torch.testing.assert_close(model[0].weight.grad, expected[0], rtol=1e-10, atol=1e-12)
 
 
 def operand():
