@@ -39,6 +39,15 @@ def test_the_detour_is_one_exchange():
     assert height == [(1, there, {"all_to_all": 1}), (1, back, {"all_to_all": 1})]
 
 
+@on_ranks(2)
+def test_the_longest_dim_that_shards_evenly_is_taken():
+    """Two images of three channels are sharded as images, not as two channels and one."""
+    for batch, channels, taken in ((2, 3, 0), (2, 4, 1), (3, 16, 1), (1, 3, 1), (16, 33, 1)):
+        image = shard(torch.rand(batch, channels, 6, 5), shared_mesh(2), [Shard(2)])
+        grid = torch.rand(batch, 3, 3, 2)
+        assert F.grid_sample(image, grid, align_corners=False).placements == (Shard(taken),), (batch, channels)
+
+
 def fail():
     x = shard(torch.rand(1, 1, 6, 5), shared_mesh(2), [Shard(2)], {0: (4, 2)})
     F.max_unpool2d(x, torch.arange(30).view(1, 1, 6, 5), 2)
