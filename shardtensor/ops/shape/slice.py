@@ -112,6 +112,13 @@ def _sliced(spec: ShardTensorSpec, meta: TensorMeta, dim: int, taken: range) -> 
     return spec.with_axes({m: spec.layout[m]._replace(sizes=sizes)}).replace(meta=meta)
 
 
+def _narrow(dim: int, a: int, b: int) -> Callable[..., Tensor]:
+    """What takes a part of a shard: a view, but if it is empty, a tensor that does not keep the shard's memory."""
+    if a == b:
+        return lambda x, *_, **__: x.new_empty(resized(x.shape, dim, 0))
+    return lambda x, *_, **__: x.narrow(dim, a, b - a)
+
+
 @operator(_aten.slice.Tensor)
 def _slice(call: AtenCall) -> AtenPlan:
     spec = call.specs[0]
@@ -122,8 +129,8 @@ def _slice(call: AtenCall) -> AtenPlan:
     if dim in spec.sharded_dims():
         record_source((dim, taken), spec, out.for_gradient())
     a, b = _own_bounds(taken, spec.own_interval(dim))
-    if step == 1:  # the quickest way to a slice
-        return AtenPlan(out, call=lambda x, *_, **__: x.narrow(dim, a, b - a))
+    if step == 1 or a == b:  # the quickest way to a slice
+        return AtenPlan(out, call=_narrow(dim, a, b))
     return AtenPlan(out, call=lambda x, *_, **__: _aten.slice.Tensor(x, dim, a, b, step))
 
 
@@ -161,7 +168,8 @@ def _split(call: AtenCall) -> AtenPlan:
         at = taken.stop
         outputs.append(_sliced(spec, meta_of(meta), dim, taken))
         bounds.append(_own_bounds(taken, own))
-    return AtenPlan(outputs, call=lambda x, *_, **__: [x.narrow(dim, a, b - a) for a, b in bounds])
+    parts = [_narrow(dim, a, b) for a, b in bounds]
+    return AtenPlan(outputs, call=lambda x, *_, **__: [part(x) for part in parts])
 
 
 # The second argument has another name in each of the overloads.

@@ -4,8 +4,8 @@
 shards the longest free dim that shards evenly instead, by one all-to-all in which every rank keeps as much as it had:
 the rows are spread over the ranks. sort puts its results back into the input's layout (one all-to-all each). The
 results of the other operators, which have another length along the dim, stay spread. Without a free dim that is long
-enough one rank would get everything. There the rows stay sharded, and operators do what common/distributed_sort.py can: elements are found by
-counting, sorted rows are exchanged, and a few largest elements are gathered.
+enough one rank would get everything. There the rows stay sharded, and operators do what common/distributed_sort.py can:
+elements are found by counting, sorted rows are exchanged, and a few largest elements are gathered.
 """
 
 from __future__ import annotations

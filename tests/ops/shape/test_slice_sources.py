@@ -41,6 +41,16 @@ def test_the_first_source_of_a_layout_is_found_and_stays():
     assert all(simulate_ranks(answers, 2))
 
 
+def kept_by_empty_parts():
+    x = shard(torch.rand(8, 3), shared_mesh(2), [Shard(0)], {0: (5, 3)})
+    parts = [x[:4], x[6:], *x.split((2, 6))]
+    return [part.to_local().untyped_storage().nbytes() for part in parts if not part.to_local().numel()]
+
+
+def test_an_empty_part_does_not_keep_the_shard_s_memory():
+    assert simulate_ranks(kept_by_empty_parts, 2) == [[0], [0, 0]]
+
+
 def calls_of(function):
     """How many functions of Python a call makes."""
     count = 0
