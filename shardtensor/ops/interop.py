@@ -3,9 +3,10 @@
 ``torch.distributed.all_reduce`` is called by training frameworks for losses and metrics. It reduces the values that the
 ranks of the group hold, in place, and leaves the layout as it is: a Partial is resolved, reduced over the group, and
 made Partial again, so that other views of the memory stay right. A sharded tensor may be reduced over ranks that hold
-the same part of other tensors (those along a data axis), not over ranks of its own.
+the same part of other tensors (those along a data axis), not over ranks of its own. So are ``reduce`` and
+``broadcast``.
 
-The operator has a handler, not a plan: it gets a process group, and returns the work under way next to the tensors.
+These operators have handlers, not plans: they get a process group, and return the work under way next to the tensors.
 """
 
 from __future__ import annotations
@@ -33,29 +34,66 @@ from ..ranks.agreement import gather_with_history
 from ..ranks.callers import calling_module
 from ..ranks.cuda_graphs import check_has_values
 
-_all_reduce = torch.ops.c10d.allreduce_.default
+_c10d = torch.ops.c10d
 
 
-@register(_all_reduce)
-def _reduce_values(
-    tensors: Sequence[Tensor],
-    process_group: torch.ScriptObject,
-    reduce_op: torch.ScriptObject,
-    *options: Any,
-    **named: Any,
-) -> tuple[Sequence[Tensor], torch.ScriptObject]:
-    ranks = dist.get_process_group_ranks(dist.ProcessGroup.unbox(process_group))
+def _on_values(name: str, tensors: Sequence[Tensor], group: torch.ScriptObject, call: Callable[..., Any]) -> Any:
+    """Call a collective that works in place, on the values that the group's ranks hold."""
+    ranks = dist.get_process_group_ranks(dist.ProcessGroup.unbox(group))
     for tensor in tensors:
         if isinstance(tensor, DTensor):
-            _check_same_part(spec_of(tensor), set(ranks))
+            _check_same_part(name, spec_of(tensor), set(ranks))
     values = [_value(t) for t in tensors]
-    _, work = _all_reduce(values, process_group, reduce_op, *options, **named)
+    work = call(values)
     for tensor, value in zip(tensors, values, strict=True):
         if isinstance(tensor, DTensor) and value is not tensor._local_tensor:
             dist.Work.unbox(work).wait()
             spec = spec_of(tensor)
             tensor._local_tensor.copy_(redistribute_local(value, spec.for_gradient(), spec))
-    return tensors, work
+    return work
+
+
+@register(_c10d.allreduce_.default)
+def _all_reduce_values(
+    tensors: Sequence[Tensor], process_group: torch.ScriptObject, *options: Any
+) -> tuple[Sequence[Tensor], torch.ScriptObject]:
+    def call(values: Sequence[Tensor]) -> Any:
+        return _c10d.allreduce_.default(values, process_group, *options)[1]
+
+    return tensors, _on_values("all_reduce", tensors, process_group, call)
+
+
+@register(_c10d.broadcast_.default)
+def _broadcast_values(
+    tensors: Sequence[Tensor], process_group: torch.ScriptObject, *options: Any
+) -> tuple[Sequence[Tensor], torch.ScriptObject]:
+    def call(values: Sequence[Tensor]) -> Any:
+        return _c10d.broadcast_.default(values, process_group, *options)[1]
+
+    return tensors, _on_values("broadcast", tensors, process_group, call)
+
+
+@register(_c10d.reduce_.default)
+def _reduce_values(
+    tensors: Sequence[Tensor], process_group: torch.ScriptObject, reduce_op: torch.ScriptObject, *options: Any
+) -> torch.ScriptObject:
+    """On all ranks of the group, not only on the one that asks: a ShardTensor has one value on all ranks."""
+
+    def call(values: Sequence[Tensor]) -> Any:
+        return _c10d.allreduce_.default(values, process_group, reduce_op, None, *options[2:])[1]
+
+    return _on_values("reduce", tensors, process_group, call)
+
+
+for _name in ("send", "recv_", "recv_any_source_", "scatter_", "reduce_scatter_"):
+    register(getattr(_c10d, _name).default)(
+        Refusal(
+            f"torch.distributed.{_name.strip('_')}",
+            __name__,
+            "each rank would send, or get, a value of its own, and a ShardTensor has one value on all ranks",
+            "pass a plain tensor: full_tensor(), or to_local() for this rank's part",
+        )
+    )
 
 
 REFUSED[torch.ops.c10d.allgather_] = (
@@ -84,12 +122,12 @@ def _value(tensor: Tensor) -> Tensor:
     return redistribute_local(local, spec, spec.for_gradient()) if spec.partial_mesh_dims() else local
 
 
-def _check_same_part(spec: ShardTensorSpec, ranks: set[int]) -> None:
+def _check_same_part(name: str, spec: ShardTensorSpec, ranks: set[int]) -> None:
     for m, placement in enumerate(spec.placements):
         along = dist.get_process_group_ranks(group_along(spec.mesh, m))
         if isinstance(placement, Shard) and len(ranks.intersection(along)) > 1:
             raise refuse(
-                "all_reduce",
+                name,
                 spec,
                 f"the group's ranks hold different shards of it (mesh dim {m})",
                 "reduce to a number first (mean, sum), or pass the group of the data axis",

@@ -78,13 +78,52 @@ def test_what_every_rank_has_whole_is_broadcast():
     assert torch.equal(x.to_local(), whole() + 10)
 
 
-def sent_to_others():
-    dist.broadcast(on_domain(Shard(0))[0], 0)
+@pytest.mark.parametrize("placement", [Replicate(), Partial(), Shard(0)], ids=str)
+@on_ranks(4)
+def test_values_of_one_domain_are_broadcast_along_the_data_axis(placement):
+    x, mesh = on_domain(placement)
+    dist.broadcast(x, group=mesh["dp"].get_group(), group_src=1)
+    assert torch.equal(x.full_tensor(), whole() + 10)
 
 
-def test_other_collectives_on_shards_are_refused():
-    for error in run_expecting_errors(sent_to_others, 4):
-        assert isinstance(error, UnsupportedSharding) and "broadcast_" in str(error)
+@pytest.mark.parametrize("placement", [Replicate(), Partial(), Shard(0)], ids=str)
+@on_ranks(4)
+def test_a_reduction_to_one_rank_gives_the_sum_to_all(placement):
+    """A rank with another value than the others would be silently wrong in what follows."""
+    x, mesh = on_domain(placement)
+    assert dist.reduce(x, group=mesh["dp"].get_group(), group_dst=1) is None
+    assert torch.equal(x.full_tensor(), 2 * whole() + 10)
+    dist.reduce(x, group=mesh["dp"].get_group(), group_dst=0, op=dist.ReduceOp.MAX, async_op=True).wait()
+    assert torch.equal(x.full_tensor(), 2 * whole() + 10)
+
+
+def sent_to_others(name):
+    getattr(dist, name)(on_domain(Shard(0))[0], 0)
+
+
+@pytest.mark.parametrize("name", ["broadcast", "reduce"])
+def test_different_shards_are_not_taken_for_one_value(name):
+    for error in run_expecting_errors(sent_to_others, 4, name):
+        assert isinstance(error, UnsupportedSharding) and str(error).startswith(f"{name}: the group's ranks hold diff")
+
+
+def sent(name, placement):
+    x, _ = on_domain(placement)
+    if name == "scatter":
+        dist.scatter(x, [whole()] * 4 if dist.get_rank() == 0 else None, 0)
+    elif name == "reduce_scatter":
+        dist.reduce_scatter(x, [whole()] * 4)
+    else:
+        getattr(dist, name)(x, 1 - dist.get_rank() % 2)
+
+
+@pytest.mark.parametrize("name", ["send", "recv", "scatter", "reduce_scatter"])
+def test_what_gives_each_rank_a_value_of_its_own_is_refused(name):
+    for placement in (Replicate(), Partial(), Shard(0)):
+        for error in run_expecting_errors(sent, 4, name, placement):
+            assert isinstance(error, UnsupportedSharding)
+            assert f"torch.distributed.{name}: each rank would send, or get, a value of its own" in str(error)
+            assert "Remedy: pass a plain tensor: full_tensor(), or to_local()" in str(error)
 
 
 def gathered():
