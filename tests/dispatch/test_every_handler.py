@@ -388,6 +388,11 @@ ELSEWHERE = {
     ("test_view.py", "view_copy"): ["rule aten.view.dtype", "operator aten.view_copy.dtype"],
     ("test_opt_einsum.py", "contract"): ["function opt_einsum.contract.infer_backend"],
     ("test_c10d.py", "all_reduce"): ["operator c10d.allreduce_.default"],
+    ("test_c10d.py", "broadcast"): ["operator c10d.broadcast_.default"],
+    ("test_c10d.py", "reduce"): ["operator c10d.reduce_.default"],
+    ("test_c10d.py", "send"): [
+        f"operator c10d.{name}.default" for name in ("recv_", "recv_any_source_", "reduce_scatter_", "scatter_", "send")
+    ],
     ("test_compile.py", "test_inputs_that_are_views"): ["function Tensor._is_view"],
     ("test_written_views.py", "reshaped_data"): ["function getset_descriptor.getset_descriptor.__get__"],
     ("test_written_views.py", "detached_of_data"): ["function torch._VariableFunctionsClass.detach"],

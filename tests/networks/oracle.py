@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import importlib
 import random
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -59,6 +59,8 @@ class Network:
         backward: the result is differentiated, where it can be; not where one device cannot or should not.
         default: dtype of what the network itself makes without one.
         values: a preview reads those of indices (networks.shares).
+        at_use: other fields for counts of shares (networks.shares), where ``make`` or ``call`` fixes a tiny size, or
+            takes a plain tensor of the input's size, which a program would shard.
     """
 
     make: Callable[[Any], nn.Module]
@@ -75,6 +77,7 @@ class Network:
     backward: bool = True
     default: torch.dtype = torch.float32
     values: bool = False
+    at_use: Mapping[str, Any] = field(default_factory=dict)
 
 
 class Called(nn.Module):

@@ -32,7 +32,7 @@ PAGE = FOLDER / "docs" / "performance.md"
 MARKS = "<!-- begin: written by make shares -->", "<!-- end: shares -->"
 ENOUGH = 8  # rows of each shard, of the coarsest map
 PRODUCTS = 3  # of a network, at least
-LONGEST = 64  # times the size in the tests
+LONGEST = 256  # times the size in the tests
 STEP = 8  # times the last size, of what is above the bars
 BARS = {"work": 1.15, "kept": 1.2}
 SECONDS = 120  # of this process's own time, for each preview
@@ -79,6 +79,8 @@ def rows_of(module: str, only: str = "", missing: bool = False) -> list[Row]:
     for key, given in tests.NETWORKS.items():
         name = f"{module.removeprefix('test_')} {key}"
         network = tests.previewed(given) if hasattr(tests, "previewed") else given
+        if isinstance(network, Network):
+            network = replace(network, **network.at_use)
         if not isinstance(network, Network) or only.lower() not in f"{module} {key}".lower():
             continue
         known = before.get(name)

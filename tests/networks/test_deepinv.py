@@ -184,6 +184,12 @@ MEASUREMENTS = {
             filters=text(1, 1, 3, 5, 5).abs(), multipliers=text(1, 1, 3, 24, 16), padding="constant"
         ),
         (1, 1, 24, 16),
+        at_use={
+            "make": lambda _: load("deepinv.physics").SpaceVaryingBlur(
+                filters=text(1, 1, 3, 5, 5).abs(), multipliers=text(1, 1, 3, 256, 64), padding="constant"
+            ),
+            "shape": (1, 1, 256, 64),
+        },
     ),
     "HyperSpectralUnmixing": measured(lambda p: p.HyperSpectralUnmixing(E=15, C=8), (1, 15, 12, 9)),
     "Pansharpen": measured(lambda p: p.Pansharpen((3, 32, 32), factor=4), SQUARE),
@@ -232,7 +238,10 @@ def metric(name: str, given: Mapping[str, Any], **options: Any) -> Network:
     def call(_: nn.Module, x: Tensor) -> Any:
         return getattr(load("deepinv.loss.metric"), name)(**given)(x.sigmoid(), other(x).sigmoid())
 
-    return exact(lambda _: nn.Identity(), (1, 3, 48, 48), call, **options)
+    def of_shards(_: nn.Module, x: Tensor) -> Any:
+        return getattr(load("deepinv.loss.metric"), name)(**given)(x.sigmoid(), x.flip(-1).sigmoid())
+
+    return exact(lambda _: nn.Identity(), (1, 3, 48, 48), call, at_use={"call": of_shards}, **options)
 
 
 def transform(name: str, module: str = "deepinv.transform") -> Network:

@@ -18,6 +18,12 @@ BLOCKS = {"layers_per_block": 1, "block_out_channels": (8, 16), "norm_num_groups
 HEADS = {"num_attention_heads": 2, "attention_head_dim": 8}
 
 
+def controlled(network: nn.Module, x: Tensor) -> Any:
+    """By an image that is sharded as the latent is."""
+    condition = nn.functional.interpolate(x[:, :3], scale_factor=2.0)
+    return network(x, 3, encoder_hidden_states=text(1, 5, 8), controlnet_cond=condition, return_dict=False)
+
+
 def flux_call(network: nn.Module, x: Tensor) -> Tensor:
     rows = torch.arange(x.shape[1], dtype=torch.float64)
     places = torch.stack([torch.zeros_like(rows), rows // 8, rows % 8], 1)
@@ -214,6 +220,7 @@ NETWORKS = {
         call=lambda network, x: network(
             x, 3, encoder_hidden_states=text(1, 5, 8), controlnet_cond=text(1, 3, 32, 32), return_dict=False
         ),
+        at_use={"call": controlled, "shape": (1, 4, 64, 64)},
     ),
 }
 

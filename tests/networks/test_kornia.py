@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -104,11 +105,12 @@ def binary(x: Tensor) -> Tensor:
 
 
 def loss(path: str, *args: Any, target=other, shape=(2, 3, 24, 16), channels=(3, 3), **options: Any) -> Network:
-    def make(k: Any) -> nn.Module:
+    def make(k: Any, target=target) -> nn.Module:
         criterion = part(f"losses.{path}", *args, **options)(k)
         return Function(lambda x: criterion(x, target(x)), channels)
 
-    return Network(make, shape, half=True)
+    of_shards = partial(make, target=lambda x: x.flip(-1))
+    return Network(make, shape, half=True, at_use={"make": of_shards} if target is other else {})
 
 
 def matrix(rows: int, std: float = 0.05) -> Callable[[Tensor], Tensor]:
@@ -130,7 +132,10 @@ FILTERS = {
     ),
     "Gaussian": image("filters.GaussianBlur2d", (5, 3), (1.5, 1.0)),
     "guided": Network(
-        lambda k: Function(lambda x: k.filters.guided_blur(other(x), x, 3, 0.1)), (2, 3, 24, 16), half=True
+        lambda k: Function(lambda x: k.filters.guided_blur(other(x), x, 3, 0.1)),
+        (2, 3, 24, 16),
+        half=True,
+        at_use={"make": lambda k: Function(lambda x: k.filters.guided_blur(x.flip(-1), x, 3, 0.1))},
     ),
     "guided by itself": Network(
         lambda k: Function(lambda x: k.filters.guided_blur(x, x, 3, 0.1)), (2, 3, 24, 16), half=True

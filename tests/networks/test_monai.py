@@ -106,7 +106,12 @@ NETWORKS |= {
         call=drawing,
     ),
     "MaskedAutoEncoderViT": exact(
-        lambda m: m.MaskedAutoEncoderViT(1, (32, 32), 8, num_layers=1, **CODER, **DECODER), (2, 1, 32, 32)
+        lambda m: m.MaskedAutoEncoderViT(1, (32, 32), 8, num_layers=1, **CODER, **DECODER),
+        (2, 1, 32, 32),
+        at_use={
+            "make": lambda m: m.MaskedAutoEncoderViT(1, (256, 256), 8, num_layers=1, **CODER, **DECODER),
+            "shape": (2, 1, 256, 256),
+        },
     ),
     "ViTAutoEnc": exact(lambda m: m.ViTAutoEnc(1, (32, 32), 16, num_layers=2, **CODER), (1, 1, 32, 32)),
     "VQVAE": exact(  # which looks for codes in float32

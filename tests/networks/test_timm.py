@@ -66,11 +66,17 @@ REDUCED = POOLED | TOKENS_SUMMED | GATES_SUMMED
 
 
 def network(name: str, images: int, size: int = 64, reduced: float = 0.5, **options: Any) -> Network:
+    def make(t: Any, **larger: Any) -> nn.Module:
+        created: nn.Module = t.create_model(name, num_classes=5, **{**options, **larger})
+        return created
+
+    at_use = {"make": partial(make, img_size=4 * size), "shape": (images, 3, 4 * size, 4 * size)}
     return Network(
-        lambda t: t.create_model(name, num_classes=5, **options),
+        make,
         (images, 3, size, size),
         tolerance=1e-5 if name == "efficientvit_b0" else 1e-9,
         reduced=REDUCED.get(name, reduced),
+        at_use=at_use if "img_size" in options and size < 64 else {},
     )
 
 

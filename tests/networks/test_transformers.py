@@ -112,6 +112,12 @@ def model(name: str, config: str, shape: tuple[int, ...] = IMAGE, dim: int = 2, 
     return Network(lambda t: getattr(t, name)(getattr(t, config)(**options)), shape, dim, **given)
 
 
+def masked_autoencoder(t: Any, size: int) -> nn.Module:
+    config = t.ViTMAEConfig(**VIT, **NO_DROPOUT, **MASKED, image_size=size, patch_size=8)
+    network: nn.Module = t.ViTMAEForPreTraining(config)
+    return network
+
+
 def depth_anything(t: Any) -> nn.Module:
     sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 56, "patch_size": 14}
     stages = {"out_features": ["stage1", "stage2"], "reshape_hidden_states": False, "apply_layernorm": True}
@@ -134,7 +140,16 @@ IMAGES = {
         use_relative_position_bias=True,
         drop_path_rate=0.0,
     ),
-    "ViTMAE": model("ViTMAEForPreTraining", "ViTMAEConfig", **VIT, **NO_DROPOUT, **MASKED, image_size=64, patch_size=8),
+    "ViTMAE": model(
+        "ViTMAEForPreTraining",
+        "ViTMAEConfig",
+        **VIT,
+        **NO_DROPOUT,
+        **MASKED,
+        image_size=64,
+        patch_size=8,
+        at_use={"make": lambda t: masked_autoencoder(t, 256), "shape": (1, 3, 256, 256)},
+    ),
     # The tokens that are kept are sharded only if they are more than some 100 KiB.
     "ViTMAE, batch": model(
         "ViTMAEForPreTraining",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import sys
+from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -85,8 +86,8 @@ def ragged(network: nn.Module, x: Tensor, **options: Any) -> Tensor:
     return network([x[0], x[0, :, :16], x[1, :, :, :16], x[1, :, :24, :16]], **options)
 
 
-def mae(package: Any) -> nn.Module:
-    encoder = sized("deepvit", "DeepViT")(package)
+def mae(package: Any, **options: Any) -> nn.Module:
+    encoder = sized("deepvit", "DeepViT", **options)(package)
     return of("mae", "MAE", encoder=encoder, decoder_dim=16, decoder_heads=2, decoder_dim_head=8)(package)
 
 
@@ -355,7 +356,12 @@ NETWORKS = {
         half=True,
     ),
     "efficient": Network(efficient, IMAGE_SHAPE),
-    "MAE": Network(mae, IMAGE_SHAPE, call=in_float64),
+    "MAE": Network(
+        mae,
+        IMAGE_SHAPE,
+        call=in_float64,
+        at_use={"make": partial(mae, image_size=256), "shape": (2, 3, 256, 256)},
+    ),
     "SimMIM": Network(simmim, IMAGE_SHAPE, reduced=1.0),  # half of the patches are read at random
     "ViT, video": Network(of("vit_3d", "ViT", **VIDEO), VIDEO_SHAPE, 3),
     "ViT, frames": Network(of("vit_3d", "ViT", **VIDEO), VIDEO_SHAPE, 2),

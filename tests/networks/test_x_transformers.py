@@ -244,11 +244,11 @@ def continued(package: Any) -> nn.Module:
     return package.ContinuousAutoregressiveWrapper(model)
 
 
-def translator(package: Any) -> nn.Module:
+def translator(package: Any, longest: int = 64) -> nn.Module:
     sides = {
         f"{side}_{key}": value
         for side in ("enc", "dec")
-        for key, value in {"num_tokens": 10, "depth": 1, "heads": 2, "max_seq_len": 64}.items()
+        for key, value in {"num_tokens": 10, "depth": 1, "heads": 2, "max_seq_len": longest}.items()
     }
     return package.XTransformer(dim=16, **sides)
 
@@ -310,6 +310,7 @@ NETWORKS |= {
         call=lambda network, x: network(x, torch.randint(0, 10, (2, 12), generator=seeded(1))),
         tolerance=1e-6,  # softmax over a context that is cut, in float32
         reduced=100.0,
+        at_use={"make": partial(translator, longest=1024), "shape": (2, 1024)},
     ),
     "ContinuousAutoregressiveWrapper": Network(continued, (2, 21, 6), 1, reduced=30.0),
     "NeoMLP": Network(lambda p: p.NeoMLP(dim_in=5, dim_hidden=3, dim_out=2, dim_model=16, depth=1), (9, 5), 0),

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import Partial, Replicate, Shard
 
-from ..._compat import AutogradFunction, FunctionContext, TensorMeta
+from ..._compat import AutogradFunction, FunctionContext, TensorMeta, is_traced
 from ...dispatch.copied_views import Moved, mark_copied
 from ...dispatch.planning import AtenCall, AtenPlan, argument, meta_of
 from ...dispatch.registry import DECLINED
@@ -113,10 +113,16 @@ def _sliced(spec: ShardTensorSpec, meta: TensorMeta, dim: int, taken: range) -> 
 
 
 def _narrow(dim: int, a: int, b: int) -> Callable[..., Tensor]:
-    """What takes a part of a shard: a view, but if it is empty, a tensor that does not keep the shard's memory."""
-    if a == b:
-        return lambda x, *_, **__: x.new_empty(resized(x.shape, dim, 0))
-    return lambda x, *_, **__: x.narrow(dim, a, b - a)
+    """What takes a part of a shard: a view. If it is empty, it does not keep the shard's memory, but a write to it
+    counts as one to the shard, as on the other ranks."""
+
+    def empty(x: Tensor, *_: Any, **__: Any) -> Tensor:
+        part = x.narrow(dim, a, 0)
+        if not is_traced(x):
+            part.data = x.new_empty(part.shape)  # leaves the counter of writes, which is the shard's
+        return part
+
+    return empty if a == b else lambda x, *_, **__: x.narrow(dim, a, b - a)
 
 
 @operator(_aten.slice.Tensor)
