@@ -64,8 +64,16 @@ def exact(make: Callable[[Any], nn.Module], shape: tuple[int, ...], dim: int = 2
     return Network(make, shape, dim, **{"tolerance": 1e-10, "reduced": 30.0, **options})
 
 
-def encoder() -> nn.Module:
-    return nn.Sequential(nn.Conv2d(3, 8, 3, 2), nn.AdaptiveAvgPool2d(1), nn.Flatten())
+def encoder(layers: int = 0) -> nn.Module:
+    more = [layer for _ in range(layers) for layer in (nn.ReLU(), nn.Conv2d(8, 8, 3, padding=1))]
+    return nn.Sequential(nn.Conv2d(3, 8, 3, 2), *more, nn.AdaptiveAvgPool2d(1), nn.Flatten())
+
+
+def of_bags(m: Any, layers: int = 0) -> nn.Module:
+    network: nn.Module = m.MILModel(
+        2, "att_trans", pretrained=False, backbone=encoder(layers), backbone_num_features=8, trans_blocks=1
+    )
+    return network
 
 
 def drawing(network: nn.Module, *inputs: Tensor) -> Any:
@@ -215,11 +223,10 @@ NETWORKS |= {
         train=True,
     ),
     "MILModel": exact(
-        lambda m: m.MILModel(
-            2, "att_trans", pretrained=False, backbone=encoder(), backbone_num_features=8, trans_blocks=1
-        ),
+        of_bags,
         (1, 5, 3, 16, 16),
         3,
+        at_use={"make": lambda m: of_bags(m, 4), "shape": (1, 5, 3, 256, 256)},
     ),
 }
 

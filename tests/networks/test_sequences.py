@@ -51,7 +51,10 @@ PERCEIVERS = {
         1,
         call=lambda network, x: network(x, mask=KEPT),
         reduced=100.0,
-        at_use={"shape": (2, 4096, 3), "call": lambda network, x: network(x, mask=torch.arange(x.shape[1]) < 4000)},
+        at_use={
+            "shape": (2, 4096, 3),
+            "call": lambda network, x: network(x, mask=torch.arange(x.shape[1]).expand(2, -1) < 4000),
+        },
     ),
     "perceiver_pytorch, queries": layer(
         lambda: load("perceiver_pytorch.perceiver_io").PerceiverIO(

@@ -62,6 +62,20 @@ def test_what_is_above_the_bars_is_counted_at_larger_sizes():
     assert row.work == 2.0 and row.why.count("on every rank alike")
 
 
+def test_networks_above_the_bars_are_few_and_have_reasons():
+    high = {row.name for rows in shares.stored().values() for row in rows if shares.is_high(row.work, row.kept)}
+    assert high == shares.REASONS.keys() and len(high) <= 15
+
+
+def test_a_network_is_counted_at_the_size_at_which_it_is_used(monkeypatch, tmp_path):
+    small = Network(pools, (1, 3, 128, 8), at_use={"shape": (1, 3, 256, 8), "make": lambda _: pools(_)[:3]})
+    module = SimpleNamespace(NETWORKS={"small": small})
+    monkeypatch.setattr(shares, "RESULTS", tmp_path / "shares.json")
+    monkeypatch.setattr(shares.importlib, "import_module", {"networks.test_here": module, "torch": torch}.get)
+    (row,) = shares.rows_of("test_here")
+    assert row.shape == (1, 3, 256, 8) and row.why == "too few products for a network"
+
+
 def test_rows_that_are_there_stay_and_no_network_ends_the_command_twice(monkeypatch, tmp_path):
     networks = {name: Network(pools, (1, 3, 128, 8)) for name in ("first", "second", "third")}
     module = SimpleNamespace(NETWORKS=networks)

@@ -136,15 +136,27 @@ def continuous(**options: Any) -> Any:
 
 HALF = ("plain", "flash", "flash, ALiBi", "rotary", "T5 bias", "GLU", "RMSNorm", "QK RMSNorm", "memory")
 TOKENS = (2, 21, 16)
+LONG = {"shape": (1, 4096, 16)}  # for which fused kernels are
 NETWORKS = {
     **{
         f"Encoder, {name}": Network(
-            layers("Encoder", **options), TOKENS, 1, tolerance=1e-5 if name == "polar" else 1e-9, half=name in HALF
+            layers("Encoder", **options),
+            TOKENS,
+            1,
+            tolerance=1e-5 if name == "polar" else 1e-9,
+            half=name in HALF,
+            at_use=LONG if options.get("attn_flash") else {},
         )
         for name, options in ENCODERS.items()
     },
     **{
-        f"Decoder, {name}": Network(layers("Decoder", **options), TOKENS, 1, half=name in HALF)
+        f"Decoder, {name}": Network(
+            layers("Decoder", **options),
+            TOKENS,
+            1,
+            half=name in HALF,
+            at_use=LONG if options.get("attn_flash") else {},
+        )
         for name, options in DECODERS.items()
     },
     "PrefixDecoder": Network(
