@@ -58,7 +58,7 @@ def host_reads() -> Iterator[Counter[str]]:
     seen: Counter[str] = Counter()
     with ExitStack() as stack:
         for module in (row_halos, sparse):
-            stack.enter_context(mock.patch.object(module, "check_same", _compared_later))
+            stack.enter_context(mock.patch.object(module, "check_unwritten", _compared_later))
         for name in _METHODS:
             stack.enter_context(mock.patch.object(Tensor, name, _counting(name, seen)))
         stack.enter_context(_Reads(seen))

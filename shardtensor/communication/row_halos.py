@@ -94,7 +94,7 @@ def each_once(index: Tensor) -> Tensor:
     return index
 
 
-def check_same(now: Tensor, before: Tensor, text: str = _PLAIN_WRITTEN) -> None:
+def check_unwritten(now: Tensor, before: Tensor, text: str = _PLAIN_WRITTEN) -> None:
     """Raise RuntimeError with ``text`` where values differ; devices other than the CPU report it later."""
     if now.device.type != "cpu":
         torch.ops.aten._assert_async.msg((now == before).all(), text)
@@ -191,7 +191,7 @@ class RowHalo:
         Raises:
             RuntimeError: on the CPU. Other devices report it as an index out of range.
         """
-        check_same(each_once(part), self._entries, self._written)
+        check_unwritten(each_once(part), self._entries, self._written)
 
     def _exchange(self, width: int) -> tuple[Exchange, Exchange]:
         """Of rows of this many elements: from their owners, and back to them."""

@@ -109,7 +109,7 @@ def _run(
         passes.selective -= bool(inputs)
 
 
-def wanted(ctx: FunctionContext, first: int) -> Sequence[bool]:
+def needed_gradients(ctx: FunctionContext, first: int) -> Sequence[bool]:
     """Which gradients a node is to compute, of its inputs from ``first`` on, which is the first one with a graph.
 
     ``ctx.needs_input_grad`` was fixed in the forward pass. In a pass for the gradients of some inputs, torch's own

@@ -69,7 +69,7 @@ def write_items(name: str, tensor: DTensor) -> list[WriteItem]:
     ]
 
 
-def described(spec: ShardTensorSpec) -> str:
+def part_in_words(spec: ShardTensorSpec) -> str:
     """The part that this rank has, as one would index it: ``"[:, 300:1350]"``."""
     if spec.partial_mesh_dims():
         return "a contribution"
@@ -92,5 +92,5 @@ def as_html(spec: ShardTensorSpec) -> str:
             cells[_ENDS + 2 : -_ENDS] = ["..."]
         rows.append("<tr>" + "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>")
     title = f"ShardTensor {tuple(spec.shape)} {dtype} on mesh {tuple(mesh.shape)} of {mesh.device_type}"
-    caption = escape(f"{title}, rank {spec.coordinate} holds {described(spec)}")
+    caption = escape(f"{title}, rank {spec.coordinate} holds {part_in_words(spec)}")
     return f"<table><caption>{caption}</caption>{''.join(rows)}</table>"

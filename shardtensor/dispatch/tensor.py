@@ -272,7 +272,7 @@ class ShardTensor(DTensor):
         raise refuse("as_subclass", self, f"a ShardTensor cannot be of class {cls.__name__}, too", remedy)
 
     def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
-        where = f"{self._spec}, rank {self._spec.coordinate} holds {rank_part.described(self._spec)}"
+        where = f"{self._spec}, rank {self._spec.coordinate} holds {rank_part.part_in_words(self._spec)}"
         return f"{where}\n{self._local_tensor}"
 
     def _repr_html_(self) -> str:

@@ -17,7 +17,7 @@ from torch.distributed.tensor.placement_types import Placement
 from .._compat import AutogradFunction, FunctionContext, alias, multithreading_enabled
 from ..communication.weight_gradients import Contribution, GradientSum
 from ..context import contributions_are_exact
-from ..dispatch.gradients import not_twice, passes, wanted
+from ..dispatch.gradients import needed_gradients, not_twice, passes
 from ..dispatch.tensor import ShardTensor, as_gradient, from_part, placements_of_second, to_part, wrap
 from ..errors import UnsupportedSharding
 from ..layout.spec import ShardTensorSpec
@@ -283,7 +283,7 @@ class _Run(AutogradFunction):
 
 
 def _gradients(ctx: _RunContext, saved: Sequence[Any], grads: Sequence[Tensor | None]) -> list[Any]:
-    plan, needed = ctx.plan, wanted(ctx, 3) if passes.selective else ctx.needs_input_grad[3:]
+    plan, needed = ctx.plan, needed_gradients(ctx, 3) if passes.selective else ctx.needs_input_grad[3:]
     caller, here.operator = here.operator, plan.label
     try:
         outputs = plan.outputs if type(plan.outputs) is tuple else (plan.outputs,)
@@ -317,7 +317,7 @@ def _held(tensors: Iterable[Any]) -> list[Any]:
 
 def _second_derivatives(ctx: _RunContext, grads: Sequence[Tensor | None]) -> list[Any]:
     """The gradients for second derivatives: the same computation once more, and differentiated by autograd."""
-    plan, needed = ctx.plan, wanted(ctx, 3)
+    plan, needed = ctx.plan, needed_gradients(ctx, 3)
     tensors = list(ctx.others)
     for i, t in zip(plan.saves, ctx.saved_tensors):
         tensors[i] = t

@@ -24,7 +24,7 @@ from ..dispatch.registry import FUNCTIONS, RANDOM, REFUSED, register
 from ..dispatch.tensor import ShardTensor, redistribute_to, wrap
 from ..errors import refuse
 from ..layout.intervals import map_boundaries
-from .common.stencil import resized, scaled_boundary
+from .common.stencil import scaled_boundary, with_sizes
 from .convolution.conv import gradients_of_convolution
 from .spatial.interpolate import MODES
 
@@ -67,7 +67,7 @@ def _upsample_backward(forward: Any, grad: ShardTensor, output_size: Any, input_
         d: map_boundaries(spec.sizes_along(m), scaled_boundary(spec.shape[d], input_size[d]))
         for d, m in spec.sharded_dims().items()
     }
-    before = resized(spec, like, grad.dtype, sizes)
+    before = with_sizes(spec, like, grad.dtype, sizes)
     x = wrap(grad._local_tensor.new_zeros(before.own_shape, dtype=grad.dtype), before)
     return _gradient(lambda x: forward(x, output_size, *options), x, grad)
 

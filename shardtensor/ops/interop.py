@@ -82,7 +82,8 @@ def _reduce_values(
     def call(values: Sequence[Tensor]) -> Any:
         return _c10d.allreduce_.default(values, process_group, reduce_op, None, *options[2:])[1]
 
-    return _on_values("reduce", tensors, process_group, call)
+    work: torch.ScriptObject = _on_values("reduce", tensors, process_group, call)
+    return work
 
 
 for _name in ("send", "recv_", "recv_any_source_", "scatter_", "reduce_scatter_"):

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..._compat.c10d import group_along
-from ...communication.row_halos import RowHalo, check_same, check_same_on_ranks
+from ...communication.row_halos import RowHalo, check_same_on_ranks, check_unwritten
 from ...communication.tracing import is_traced
 from ...dispatch.index_findings import found, is_kept
 from ...layout.intervals import Interval, boundaries_of, intervals_of, length
@@ -132,7 +132,7 @@ class NamedKeys:
     def check(self, lists: Lists) -> None:
         """RuntimeError where the lists of this rank's rows have other values than this was made of."""
         for now, before in zip(self._of_own_rows(lists), self._before, strict=True):
-            check_same(now, before, _WRITTEN)
+            check_unwritten(now, before, _WRITTEN)
 
     def lacks(self, shown: Tensor) -> bool:
         """Whether there is a key among ``(batch, heads, keys)`` that is not needed on this rank."""

@@ -31,7 +31,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from ..._compat import AutogradFunction
 from ..._compat.c10d import group_along
 from ...communication.exchange import Exchange, Pending
-from ...dispatch.gradients import wanted
+from ...dispatch.gradients import needed_gradients
 from ...layout.caches import cached
 from ...layout.intervals import Interval, resized
 from ...layout.strides import as_bytes
@@ -351,7 +351,7 @@ class _Round(AutogradFunction):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        work, tensors, needs = ctx.work, ctx.saved_tensors, wanted(ctx, 2)
+        work, tensors, needs = ctx.work, ctx.saved_tensors, needed_gradients(ctx, 2)
         n, home = work.travelling, work.returning
         gradient = work.gradient(needs, ctx.tour.intervals)
         found = iter(_Round.apply(gradient, ctx.tour, *tensors[:n], *grads[:home], *tensors[n:], *grads[home:]))

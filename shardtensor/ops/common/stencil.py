@@ -42,7 +42,7 @@ def result_dtype(
     return dtype if call.autocast() is None else autocast_dtype(probe, [shape], [dtype], call.device)
 
 
-def resized(
+def with_sizes(
     spec: ShardTensorSpec, meta: Tensor, dtype: torch.dtype, sizes: Mapping[int, tuple[int, ...]]
 ) -> ShardTensorSpec:
     """The spec of a result with the global shape of ``meta``; shard ``sizes`` by tensor dim, where they differ."""

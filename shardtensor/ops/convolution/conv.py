@@ -30,7 +30,7 @@ from ...layout.windows import Window
 from ...operators.declaration import Arguments, Composed, Plan, operator
 from ..common.alignment import is_little, wide_dtype
 from ..common.named_dims import are_much_more_even, free_dims
-from ..common.stencil import per_dim, resized
+from ..common.stencil import per_dim, with_sizes
 from .halo_conv import ConvolutionPlan, LocalConvolution, OwnersGradient, SplitGradient, Strip
 
 # -- geometry ----------------------------------------------------------------------------------------------------------
@@ -121,7 +121,7 @@ def output_spec(spec: ShardTensorSpec, shape: Sequence[int], sizes: Mapping[int,
     """
     meta = spec.tensor_meta
     stride = stride_like(torch.empty_strided(meta.shape, meta.stride, device="meta"), shape)
-    return resized(spec, torch.empty_strided(shape, stride, device="meta"), meta.dtype, sizes)
+    return with_sizes(spec, torch.empty_strided(shape, stride, device="meta"), meta.dtype, sizes)
 
 
 Intervals = Mapping[int, Interval]  # by tensor dim, in global indices

@@ -68,14 +68,14 @@ def shard_seed(drawn: int, place: tuple[int, ...]) -> int:
     return int.from_bytes(digest, "little") >> 1
 
 
-def is_sharded(spec: ShardTensorSpec) -> bool:
+def is_divided(spec: ShardTensorSpec) -> bool:
     return any(isinstance(p, Shard) and spec.mesh.size(m) > 1 for m, p in enumerate(spec.placements))
 
 
 def _own_generator(spec: ShardTensorSpec, like: Tensor) -> torch.Generator | None:
     """What this rank draws its part of a tensor with ``spec`` from, on the device of ``like``, a local tensor."""
     device = like.device
-    if not is_sharded(spec):
+    if not is_divided(spec):
         if not is_traced(like) and not is_capturing(device):
             _note_source(digest(_state(_given.get(), device)) % _STATES, spec)
         return _given.get()
@@ -185,7 +185,7 @@ def _draw_in_graph(like: Tensor, how: str, parameters: list[float], place: list[
 
 def drawn_into(x: Tensor, how: str, *parameters: float, spec: ShardTensorSpec) -> Tensor:
     """``x``, a shard of a tensor with ``spec``, filled by the in-place method ``how``."""
-    if goes_into_graph(x) and is_sharded(spec) and _given.get() is None:
+    if goes_into_graph(x) and is_divided(spec) and _given.get() is None:
         return x.copy_(_draw_in_graph(x, how, list(parameters), _place(spec)))
     filled: Tensor = getattr(x, how)(*parameters, generator=_own_generator(spec, x))
     return filled
@@ -325,7 +325,7 @@ def plan_native_dropout(call: AtenCall) -> AtenPlan:
     spec = call.reduced()[(0,)]
     p, train = call.args[1], call.args[2]
     outs = [spec.replace(meta=meta_of(m)) for m in call.meta]
-    sharded = is_sharded(spec)
+    sharded = is_divided(spec)
     native_dropout: Callable[..., tuple[Tensor, Tensor]] = _aten.native_dropout.default
 
     def dropout(x: Tensor, *_: object) -> tuple[Tensor, Tensor]:

@@ -21,7 +21,7 @@ from ...operators.declaration import Arguments, Composed, operator
 from ...operators.plan import LocalPlan, Plan
 from ..common.alignment import replicated, same_layout, widened
 from .index_layout import INDEXED
-from .index_operators import Read, any_sharded, gathered, indexes_a_shard
+from .index_operators import Read, any_sharded, indexed, indexes_a_shard
 from .index_plan import labelled
 
 _aten = torch.ops.aten
@@ -154,7 +154,7 @@ def _frequencies(indices: Tensor, table: Tensor) -> Tensor:
     counts: Tensor = replicated(torch.zeros(table.shape[0], dtype=torch.int64, device=table.device), spec)
     flat = indices.reshape(-1)
     counts = torch.index_add(counts, 0, flat, torch.ones_like(flat, dtype=torch.int64))
-    return gathered(counts, [indices]).unsqueeze(-1)
+    return indexed(counts, [indices]).unsqueeze(-1)
 
 
 @operator(_aten.embedding.default)

@@ -26,7 +26,7 @@ from ...operators.declaration import Arguments, Composed, operator
 from ...ranks.cuda_graphs import check_has_values
 from ..common.alignment import as_operand, broadcast_shape, is_sharded, same_layout
 from ..shape.slice import entry_of
-from .index_operators import any_sharded, check_mask, flat_cumsum, gathered, is_mask, written
+from .index_operators import any_sharded, check_mask, flat_cumsum, indexed, is_mask, written
 from .masked_select import selected
 
 _aten = torch.ops.aten
@@ -130,7 +130,7 @@ def _getitem(self: Tensor, index: object) -> Tensor:
         part: Tensor = x[tuple(items)] if any(item != slice(None) for item in items) else x
         if len(tensors) == 1 and _is_sharded_mask(tensors[0][1]):
             return selected(part, *tensors[0])
-        return gathered(part, _indices(part, tensors))
+        return indexed(part, _indices(part, tensors))
     items, numbers = _part(x, entries, numbers_stay=True)
     part = x[tuple(items)]
     for dim, _ in reversed(numbers):
@@ -274,7 +274,7 @@ def masked(x: Tensor, dim: int, mask: Tensor, values: Tensor, accumulate: bool) 
             raise IndexError(f"shape mismatch: {n} values for the {count} entries that the mask selects")
     if n > 1:
         place = (flat_cumsum(mask.long()) - 1).clamp(min=0)
-        values = gathered(values, [None] * lead + [place])
+        values = indexed(values, [None] * lead + [place])
     elif lead >= 0:  # one value for all entries, or none for none, which is where gradients go
         values = values.select(lead, 0) if n else values.sum(lead)
         for _ in range(mask.ndim):
@@ -314,7 +314,7 @@ def _masked_scatter(
             raise RuntimeError("Number of elements of source < number of ones in mask")
         if not needed:
             return torch.where(where, values.sum(), x)  # where no value goes, and gradients do
-        found = gathered(values.reshape(-1), [(place - 1).clamp(min=0)])
+        found = indexed(values.reshape(-1), [(place - 1).clamp(min=0)])
         return torch.where(where, same_layout(found, x), x)
 
     return written(call, scatter)

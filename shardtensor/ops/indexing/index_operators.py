@@ -90,7 +90,7 @@ def written(call: Arguments, work: Callable[..., Tensor]) -> Composed:
     return Composed(lambda x, *others: x.copy_(work(x, *others)))
 
 
-def gathered(x: Tensor, indices: Sequence[Tensor | None]) -> Tensor:
+def indexed(x: Tensor, indices: Sequence[Tensor | None]) -> Tensor:
     """``x[indices]``, one index or None for each of the first dims of ``x``; negative ones count from the end."""
     used = [index is not None for index in indices]
     if not isinstance(x, ShardTensor) or not indexes_a_shard(x._spec, [d for d, here in enumerate(used) if here]):
@@ -480,7 +480,7 @@ def _take(call: Arguments, input: ShardTensorSpec, index: ShardTensorSpec) -> Co
     shape = input.shape or (1,)
 
     def take(x: Tensor, places: Tensor) -> Tensor:
-        return gathered(x if x.ndim else x.reshape(1), _coordinates(places, shape))
+        return indexed(x if x.ndim else x.reshape(1), _coordinates(places, shape))
 
     return Composed(take)
 
@@ -544,6 +544,6 @@ def _combinations(call: Arguments, input: ShardTensorSpec, r: int = 2, with_repl
     n, device = input.shape[0], call.device
 
     def combine(x: torch.Tensor) -> torch.Tensor:
-        return gathered(x, [torch.combinations(torch.arange(n, device=device), r, with_replacement)])
+        return indexed(x, [torch.combinations(torch.arange(n, device=device), r, with_replacement)])
 
     return Composed(combine)

@@ -29,7 +29,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from ..._compat import AutogradFunction, OpOverload, TensorMeta, hidden_from_program, is_traced, sparse_parts, tree_map
 from ..._compat.c10d import group_along
-from ...communication.row_halos import RowHalo, check_same, check_same_on_ranks
+from ...communication.row_halos import RowHalo, check_same_on_ranks, check_unwritten
 from ...dispatch.index_findings import found, is_kept
 from ...dispatch.registry import DECLINED, register
 from ...dispatch.tensor import ShardTensor, from_part, redistribute_to, to_part
@@ -280,7 +280,7 @@ class MatrixRows:
     def check(self, indices: Sequence[Tensor]) -> None:
         """Raise where the matrix's indices are others than this was made of, see :meth:`RowHalo.check`."""
         for now, own, before in zip(indices, self._own, self._indices, strict=True):
-            check_same(now[own], before)
+            check_unwritten(now[own], before)
 
     def times(self, values: Tensor, local: Tensor, reduce: str) -> Tensor:
         """Own rows of the product of the matrix with all these values, and what is sharded. Differentiable."""

@@ -28,7 +28,7 @@ from ...operators.declaration import Arguments, Composed, LocalPlan, Operand, Pl
 from ..common.alignment import as_operand, local_part, refuse_gathering, wide_dtype, widened
 from ..common.named_dims import common_layout, free_dims
 from ..common.reduce import reduced_spec
-from .elementwise import full_precision, loss, outputs_spec, reduced, scalar_spec
+from .elementwise import full_precision, loss, outputs_spec, reduced_loss, scalar_spec
 
 # What a target becomes on the ranks that do not hold its class, and where it is to be ignored.
 _ELSEWHERE = -(2**62)
@@ -158,7 +158,7 @@ def _loss_of_rows(
         divisor = None if pending is None else pending()
         if at_once and logits.numel():
             return terms if divisor is None else (terms / divisor).to(terms.dtype)
-        return reduced(terms, reduction, divisor)
+        return reduced_loss(terms, reduction, divisor)
 
     return compute
 
@@ -184,7 +184,7 @@ def _plan_of_logs(
 
     def soft_loss(logs: Tensor, target: Tensor, weight: Tensor | None) -> Tensor:
         weighted = _weighted(logs, own_weights(weight), classes)
-        return reduced(-(weighted * (target * (1 - smoothing) + share)).sum(classes), reduction, count)
+        return reduced_loss(-(weighted * (target * (1 - smoothing) + share)).sum(classes), reduction, count)
 
     if soft:
         return LocalPlan(soft_loss, outputs_spec(terms, reduction, dtype))
@@ -206,7 +206,7 @@ def _plan_of_logs(
             smooth = -_weighted(logs, w, classes).sum(classes).masked_fill(ignored, 0)
             found = (1 - smoothing) * found + share * smooth
         divisor = _start_total_weight(t, w, _ELSEWHERE, groups)() if reduction == "mean" else None
-        return reduced(found, reduction, divisor)
+        return reduced_loss(found, reduction, divisor)
 
     return LocalPlan(loss, outputs_spec(terms, reduction, dtype))
 
@@ -300,7 +300,7 @@ def _plan_margins(function: Callable[..., Tensor], call: Arguments, given: dict[
             terms = function(logits, target, **options, **weights, reduction="none")
         else:
             terms = _no_terms(function, logits, own_shape)
-        return reduced(terms, reduction, count)
+        return reduced_loss(terms, reduction, count)
 
     return LocalPlan(compute, outputs_spec(rows, reduction, meta.dtype))
 

@@ -54,7 +54,7 @@ def outputs_spec(spec: ShardTensorSpec, reduction: str, dtype: torch.dtype) -> S
     return spec.replace(meta=TensorMeta(spec.shape, contiguous_stride(spec.shape), dtype))
 
 
-def reduced(terms: Tensor, reduction: str, divisor: Any) -> Tensor:
+def reduced_loss(terms: Tensor, reduction: str, divisor: Any) -> Tensor:
     """This rank's contribution to the loss, from its terms; ``divisor`` is what a mean divides by."""
     if reduction == "none":
         return terms
@@ -187,7 +187,7 @@ def _plan_elementwise(function: Callable[..., Tensor], call: Arguments, given: d
         named = {name: t for name, t in zip(names, operands, strict=True) if t is not None}
         value = function(**named, **options, reduction="sum" if at_once else "none")
         if not at_once:
-            return reduced(value, reduction, count)
+            return reduced_loss(value, reduction, count)
         value = value / count if reduction == "mean" else value
         return value if value.dtype == dtype else value.to(dtype)
 

@@ -23,7 +23,7 @@ from ...layout.placements import AxisLayout
 from ...layout.spec import ShardTensorSpec
 from ...layout.strides import index_select_like, stride_like
 from ...operators.declaration import Arguments, Composed, LocalPlan, Plan, operator
-from ..common.stencil import Constant, keeping_sums, resized, result_dtype, scaled_boundary
+from ..common.stencil import Constant, keeping_sums, result_dtype, scaled_boundary, with_sizes
 from .pool import GlobalIndices, Numbers, Pooled, local_plan, values_of
 
 
@@ -72,7 +72,7 @@ def _adaptive_pool(
     smallest, least = (lambda t: values_of(function(t, [2] * ndim))), [1] * len(spec.shape)
     dtype = result_dtype(call, spec.tensor_meta.dtype, smallest, least)
     out_meta = torch.empty_strided(target, stride_like(meta, target), dtype=meta.dtype, device="meta")
-    shape = resized(spec, out_meta, dtype, sizes).local_shape()[first:]
+    shape = with_sizes(spec, out_meta, dtype, sizes).local_shape()[first:]
     if 0 in shape:
         unequal = {}
     evened = [_EvenWindows(d, w, origin[d - first], not indices, dtype, call.device) for d, w in unequal.items()]
@@ -150,7 +150,7 @@ def _best_of_ranks(
     spec = values._spec
     sharded = spec.sharded_dims()
     target = spec.with_axes({sharded[d]: AxisLayout(Replicate()) for d in dims})
-    out = resized(target, meta, values.dtype, {})
+    out = with_sizes(target, meta, values.dtype, {})
     shape = out.local_shape()
 
     def candidates(t: ShardTensor) -> Tensor:
@@ -166,7 +166,7 @@ def _best_of_ranks(
         best, index = best.gather(-1, order).flatten(0, -2), index.gather(-1, order).flatten(0, -2)
         best, chosen = F.adaptive_max_pool1d(best, 1, return_indices=True)
         best, index = best.reshape(shape), index.gather(-1, chosen).reshape(shape)
-    return from_part(best, out), wrap(index, resized(target, meta, torch.int64, {}))
+    return from_part(best, out), wrap(index, with_sizes(target, meta, torch.int64, {}))
 
 
 # -- entry points ------------------------------------------------------------------------------------------------------

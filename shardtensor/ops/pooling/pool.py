@@ -32,9 +32,9 @@ from ..common.stencil import (
     keeping_sums,
     nothing,
     per_dim,
-    resized,
     result_dtype,
     taken,
+    with_sizes,
 )
 
 Numbers = int | Sequence[int]
@@ -147,7 +147,7 @@ def _pool(
 
     dtype = result_dtype(call, spec.tensor_meta.dtype, smallest, least)
     if gradient is not None and dtype == spec.tensor_meta.dtype and not spec.partial_mesh_dims():
-        out = resized(spec, values_of(meta), dtype, sizes)
+        out = with_sizes(spec, values_of(meta), dtype, sizes)
         shape = out.local_shape()
         if 0 in shape:
             return StencilPlan(fetch, nothing(fetch.shape, shape, smallest, least), out)
@@ -177,8 +177,8 @@ def local_plan(
         meta, sizes: the global result without its data, and its shard sizes by tensor dim.
         smallest: a kernel with the same gradient, and the least shape that it takes: see :func:`.nothing`.
     """
-    out = resized(spec, meta, dtype, sizes)
-    outputs = out if indices is None else (out, resized(spec, meta, torch.int64, sizes))
+    out = with_sizes(spec, meta, dtype, sizes)
+    outputs = out if indices is None else (out, with_sizes(spec, meta, torch.int64, sizes))
     casts, fetches, shape = dtype != spec.tensor_meta.dtype, bool(fetch), out.local_shape()
     without_elements = nothing(fetch.shape, shape, *smallest)
 

@@ -29,10 +29,10 @@ from ..common.stencil import (
     keeping_sums,
     nothing,
     per_dim,
-    resized,
     result_dtype,
     scaled_boundary,
     taken,
+    with_sizes,
 )
 
 # -- taps --------------------------------------------------------------------------------------------------------------
@@ -402,7 +402,7 @@ def plan_interpolate(
             sizes[d] = map_boundaries(spec.sizes_along(m), scaled_boundary(resize.size, resize.out))
             needs[d] = resize.taps().reads(sizes[d])
             mine[d] = needs[d][spec.coordinate[m]], intervals_of(sizes[d])[spec.coordinate[m]]
-    fetch, out = Fetch.of(spec, needs), resized(spec, meta, dtype, sizes)
+    fetch, out = Fetch.of(spec, needs), with_sizes(spec, meta, dtype, sizes)
     # What a result, resampled dim after dim or taken out of a larger one, may have lost.
     last = CHANNELS_LAST.get(meta.ndim)
     lost = last is not None and not meta.is_contiguous() and meta.is_contiguous(memory_format=last)

@@ -21,7 +21,7 @@ from ...layout.intervals import Interval, boundaries_of, intersect, intervals_of
 from ...layout.spec import ShardTensorSpec
 from ...layout.strides import stride_like
 from ...operators.declaration import Arguments, Composed, LocalPlan, Plan, operator
-from ..common.stencil import keeping_sums, per_dim, resized, result_dtype
+from ..common.stencil import keeping_sums, per_dim, result_dtype, with_sizes
 
 # -- geometry ---------------------------------------------------------------------------------------------
 
@@ -167,7 +167,7 @@ def _plan(call: Arguments, pad: Sequence[int], mode: str = "constant", value: fl
                 wanted.append((d, drop, sizes[d][rank]))
         shape = steps[-1].shape
     flat = [left.get(ndim - 1 - i // 2, (0, 0))[i % 2] for i in range(len(pad))]
-    out = resized(spec, meta, dtype, sizes)
+    out = with_sizes(spec, meta, dtype, sizes)
     empty, out_shape, casts = mode != "constant" and 0 in shape, out.local_shape(), dtype != spec.tensor_meta.dtype
 
     @recomputed()

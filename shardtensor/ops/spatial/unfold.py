@@ -24,7 +24,7 @@ from ...layout.intervals import intervals_of, map_boundaries
 from ...layout.spec import ShardTensorSpec
 from ...layout.windows import Window
 from ...operators.declaration import Arguments, Composed, LocalPlan, Plan, operator
-from ..common.stencil import keeping_sums, per_dim, resized
+from ..common.stencil import keeping_sums, per_dim, with_sizes
 from ..shape.view import carry, fitted, moved_off, wrap_dim
 
 _aten = torch.ops.aten
@@ -53,7 +53,7 @@ def plan_unfold(call: Arguments, self: ShardTensorSpec, dimension: int, size: in
             return local.unfold(dim, size, step)
         return local.narrow(dim, 0, 0).unsqueeze(-1).expand(*[-1] * ndim, size)
 
-    local_plan = LocalPlan(windows, resized(spec, meta, spec.tensor_meta.dtype, {dim: sizes}))
+    local_plan = LocalPlan(windows, with_sizes(spec, meta, spec.tensor_meta.dtype, {dim: sizes}))
     local_plan.view = True
 
     def frames(x: Any) -> Any:
