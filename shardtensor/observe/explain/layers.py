@@ -18,7 +18,8 @@ class Share:
         output_bytes: their size.
         saved_bytes: memory that the layer keeps for the backward pass, without that of earlier layers, weights and
             inputs. 0 if nothing requires a gradient.
-        flops: floating-point operations of products and convolutions in the forward pass, and in the backward pass.
+        flops: floating-point operations of products, convolutions and attention in the forward pass, and in the
+            backward pass; none of natten's kernels.
         forward, backward: the communication, as :func:`shardtensor.testing.count_communication` counts it.
         rows, other_rows: the number of rows of other ranks that the layer reads by a sharded index, and the number of
             rows that those ranks have.

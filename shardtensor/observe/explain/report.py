@@ -31,7 +31,8 @@ class Explanation:
         mesh: the shape of the mesh.
         inputs: a line for each tensor input: shape, dtype and layout.
         ranks: the ranks that were run, all or a sample.
-        layers: the layers, in the order of their calls.
+        layers: the layers, in the order of their calls. Ranks sum the gradients of several weights in one collective;
+            the layer "gradients of weights" has the last of these, and other layers have the rest.
         modules: the class of each module of the model, by path.
         weight_bytes: bytes of parameters and buffers, which are replicated.
         input_bytes: bytes of the inputs, by rank.
