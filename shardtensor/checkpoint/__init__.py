@@ -45,6 +45,9 @@ _STEP = re.compile(r"(?:.*\D)?(\d+)", re.DOTALL)
 class CheckpointWriter(FileSystemWriter):
     """Write a checkpoint with digests of all data. The folder appears when the checkpoint is complete.
 
+    Digests take about a second per 1.2 GB on one CPU core. ``dcp.save(state, checkpoint_id=folder)`` leaves them out:
+    such a checkpoint is not atomic, :func:`latest` skips it, and damage is not detected.
+
     Args:
         path: the folder of the checkpoint, on a file system that all ranks share. Use a new folder for each save, with
             the step at the end of its name (``checkpoints/step-1000``). The folder must be new or empty.
@@ -154,6 +157,8 @@ class CheckpointWriter(FileSystemWriter):
 
 class CheckpointReader(FileSystemReader):
     """Read a checkpoint of :class:`CheckpointWriter` with any layout, mesh and number of ranks, and check its digests.
+
+    For a checkpoint without digests, call ``dcp.load(state, checkpoint_id=folder)``.
 
     Args:
         path: the checkpoint's folder, the same on all ranks.

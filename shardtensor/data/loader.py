@@ -118,7 +118,8 @@ class ShardLoader(Generic[Batch]):
             Ignored on other ranks (pass None). Batches hold tensors or arrays, nested in dicts, lists and (named)
             tuples, or in classes registered with ``torch.utils._pytree``. Every rank gets a copy of None, bool, int,
             float, str and bytes.
-        mesh: the ranks that share samples; default: the mesh of the surrounding ``with mesh:``.
+        mesh: the ranks that share samples; default: the mesh of the surrounding ``with mesh:``. With a
+            mesh ``("dp", "domain")`` and ``(Shard(0), Shard(2))``, one source reads for all ranks.
         placements: ``Shard`` or ``Replicate`` per mesh dim, for all tensors; or nested like the batch; or a function of
             the batch that returns either. Only the placements that the source passes are used. Default: Replicate.
         shard_sizes: each rank's size, where one mesh dim shards, or ``{mesh_dim or its name: sizes}``, for all tensors;
