@@ -338,7 +338,7 @@ def dtensors_in(wrapper, shape):
     ],
 )
 def test_wrappers_that_do_not_take_dtensor_weights(wrapper, shape, text):
-    """As docs/train.md says; the errors are torch's own."""
+    """Why docs/train.md says to keep weights plain for them; the errors are torch's own."""
     for error in run_expecting_errors(dtensors_in, shape[0] * shape[1], wrapper, shape):
         texts = (text,) if isinstance(text, str) else text
         assert isinstance(error, Exception) and any(text in str(error) for text in texts), error
