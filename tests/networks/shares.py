@@ -46,6 +46,7 @@ REASONS = {
     "sequences mambapy, both directions, sequential": "It goes token by token. Use its parallel scan: 1.04.",
     "sequences siren_pytorch, latent": "It draws an image from coordinates of its own. Shard the coordinates.",
     "torch_geometric HGTConv": "A slice of stacked nodes leaves one type to one rank. Follow the line of `--share`.",
+    "transformers Mamba": "Without its CUDA kernels, its scan goes token by token, on all ranks alike.",
 }
 
 
