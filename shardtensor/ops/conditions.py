@@ -26,7 +26,8 @@ _CONDITIONS = {
     "attention.sdpa": {"": _ATTENTION},
     "convolution.conv": {"": "sharded weights"},
     "elementwise.random": {
-        "multinomial": "multinomial of sharded classes, if no free dim is as long as the number of ranks"
+        "multinomial": "multinomial if the last dim of the probabilities is sharded and the batch is shorter than the "
+        "number of ranks"
     },
     "fft": {"": "transforms along a sharded dim if no free dim is as long as the number of ranks"},
     "indexing.embedding": {"embedding embedding_bag": "max_norm and sparse gradients of embeddings"},
