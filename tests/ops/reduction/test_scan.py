@@ -143,13 +143,13 @@ def test_what_travels():
     }
     for name, count in expected.items():
         assert counts[name] == count, name
-    # Half of what the rank has goes to the other (2 of the 4 rows of 5, or 3 of 5 columns), and back.
+    # Half of what the rank has goes to the other, and back: of 4 and of 5 rows, those that shard evenly are taken.
     n = (6, 3)[rank]
     for name in ("sort", "topk"):
         (messages, sent, collectives, other), (back, _, back_collectives, _) = counts[name]
         assert other == 0 and collectives["all_to_all"] == (3 if name == "sort" else 1) == messages
         assert back == back_collectives["all_to_all"] == (2 if name == "sort" else 1)
-    assert counts["topk"][0][1] == 4 * 4 * n * (2 if rank == 0 else 3)
+    assert counts["topk"][0][1] == 4 * n * rows // 2
 
 
 def operand():
