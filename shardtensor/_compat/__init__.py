@@ -10,7 +10,7 @@ import ctypes
 import gc
 import sys
 import threading
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache, partial, wraps
 from itertools import count
@@ -56,12 +56,19 @@ gradient_seeds: Callable[..., tuple[torch.Tensor | None, ...]] = torch.autograd.
 run_engine = torch.autograd.graph._engine_run_backward
 
 
-def is_executed(node: Any) -> bool:
-    """Whether the pass that is under way runs a node, or gives the gradient that arrives there."""
-    try:
-        return torch._C._will_engine_execute_node(node)
-    except RuntimeError:  # raised for a leaf whose gradient was asked for
-        return True
+def nodes_executed(edges: Iterable[tuple[Any, int]]) -> list[bool]:
+    """Whether the pass that is under way runs the nodes of these edges, or gives the gradients that arrive there.
+
+    An edge without a node is left out.
+    """
+    found = []
+    for node, _ in edges:
+        if node is not None:
+            try:
+                found.append(torch._C._will_engine_execute_node(node))
+            except RuntimeError:  # raised for a leaf whose gradient was asked for
+                found.append(True)
+    return found
 
 
 # Whether the engine runs the nodes of accelerators in threads of its own.

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
-from .._compat import AutogradFunction, FunctionContext, alias, gradient_seeds, is_executed, run_engine
+from .._compat import AutogradFunction, FunctionContext, alias, gradient_seeds, nodes_executed, run_engine
 from ..context import Setting
 from ..errors import UnsupportedSharding
 from ..ranks.failures import BACKWARD, note_raised
@@ -118,8 +118,11 @@ def needed_gradients(ctx: FunctionContext, first: int) -> Sequence[bool]:
     needed = ctx.needs_input_grad[first:]
     if not passes.selective:
         return needed
-    nodes = (node for node, _ in ctx.next_functions if node is not None)  # those of the needed inputs, in their order
-    return [need and is_executed(next(nodes)) for need in needed]
+    executed = nodes_executed(ctx.next_functions)  # of the needed inputs, in their order
+    if all(executed):
+        return needed
+    of_needed = iter(executed)
+    return [need and next(of_needed) for need in needed]
 
 
 @register(torch.autograd.backward)
