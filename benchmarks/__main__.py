@@ -57,9 +57,10 @@ def circumstances(parts: dict[str, Any]) -> list[str]:
     for part in (part for part in PARTS if part in parts):
         a = parts[part]["about"]
         machine = f"{a['cpu']}, {a['cores']} cores" + ("" if a["device"] == "cpu" else f", {a['device']}")
-        line = f"Measured on {a['date'][:10]} with torch {a['torch']} and Python {a['python']} on {machine}"
+        software = f"torch {a['torch']} and Python {a['python']}"
+        line = f"These figures were measured on {a['date'][:10]}, with {software} on {machine}"
         lines.setdefault(line, []).append(f"{part} ({parts[part]['seconds']} s)")
-    return [f"{line}, by these benchmarks: {', '.join(names)}." for line, names in lines.items()]
+    return [f"{line}. These benchmarks, with their running times: {', '.join(names)}." for line, names in lines.items()]
 
 
 def section(parts: dict[str, Any], plots: dict[str, list[str]]) -> str:

@@ -105,8 +105,9 @@ def test_a_part_measured_anew_replaces_its_figures_only(module, tmp_path, monkey
         assert main.main(["--results", str(tmp_path), "--only", *only]) == 0
     parts = main.stored(tmp_path)
     assert main.figures_of(parts) == [report.Figure("host", "ratio 1.0", 1.0), report.Figure("scale", "ratio 2.0", 2.0)]
-    ran = "by these benchmarks: host (1 s), scale (1 s)."
-    assert main.circumstances(parts) == [f"Measured on 2026-01-01 with torch 2 and Python 3 on C, 2 cores, {ran}"]
+    where = "with torch 2 and Python 3 on C, 2 cores"
+    ran = "These benchmarks, with their running times: host (1 s), scale (1 s)."
+    assert main.circumstances(parts) == [f"These figures were measured on 2026-01-01, {where}. {ran}"]
     assert parts["plots"] == {"host": ["host.png"], "scale": ["scale.png"]}
     assert (tmp_path / "host.png").is_file() and (tmp_path / "scale.png").is_file()
     monkeypatch.setattr(main, "run", lambda part, quick, device: None)

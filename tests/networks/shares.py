@@ -38,15 +38,18 @@ BARS = {"work": 1.15, "kept": 1.2}
 SECONDS = 120  # of this process's own time, for each preview
 # Why a network is above the bars at any size, and what its user can do about it.
 REASONS = {
-    "kornia TFeat in rows": "Its patches have 32 rows, of which most are halos. Shard the batch of patches: 1.00.",
-    "kornia spatial transformer": "All ranks compute all places to sample. Shard the batch: 1.14.",
-    "lightly WMSELoss": "Its loss whitens a few rows of features, which all ranks have. A larger network hides it.",
-    "monai SegResNetVAE": "Its decoder begins with a short vector, which all ranks have. Shard the batch: 1.00.",
-    "monai VarAutoEncoder": "Its decoder begins with a short vector, which all ranks have. Shard the batch: 1.00.",
-    "sequences mambapy, both directions, sequential": "It goes token by token. Use its parallel scan: 1.04.",
-    "sequences siren_pytorch, latent": "It draws an image from coordinates of its own. Shard the coordinates.",
-    "torch_geometric HGTConv": "A slice of stacked nodes leaves one type to one rank. Follow the line of `--share`.",
-    "transformers Mamba": "Without its CUDA kernels, its scan goes token by token, on all ranks alike.",
+    "kornia TFeat in rows": "Patches have 32 rows, and most rows are halos. Shard the batch of patches: 1.00.",
+    "kornia spatial transformer": "Every rank computes the complete grid of `grid_sample`. Shard the batch: 1.14.",
+    "lightly WMSELoss": "Every rank whitens all of the few features. In a larger network, this work is small.",
+    "monai SegResNetVAE": "Every rank decodes the complete latent vector. Shard the batch: 1.00.",
+    "monai VarAutoEncoder": "Every rank decodes the complete latent vector. Shard the batch: 1.00.",
+    "sequences mambapy, both directions, sequential": "Every rank scans all tokens, one by one. "
+    "Use the network's parallel scan: 1.04.",
+    "sequences siren_pytorch, latent": "The network makes plain coordinates, so every rank computes the image. "
+    "Shard the coordinates.",
+    "torch_geometric HGTConv": "A slice of stacked nodes leaves one node type to one rank. "
+    "Redistribute this slice, as `--share` says.",
+    "transformers Mamba": "Without Mamba's CUDA kernels, every rank scans all tokens, one by one. Install the kernels.",
 }
 
 
