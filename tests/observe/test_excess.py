@@ -60,6 +60,25 @@ def test_a_divided_network_has_its_part(name):
     assert "alike" not in found.share() and found.share().count("\n") == (sizes is not None)
 
 
+class WithForces(nn.Module):
+    """A loss of an energy and of its gradient, which is differentiated again."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 1))
+
+    def forward(self, x):
+        energy = self.layers(x).sum()
+        (gradient,) = torch.autograd.grad(energy, x, create_graph=True)
+        return energy.square() + gradient.square().sum()
+
+
+def test_second_derivatives_of_linear_layers_take_no_more_work_than_on_one_device():
+    x = torch.empty(64, 16, device="meta", requires_grad=True)
+    found = shardtensor.explain(WithForces(), x, mesh=2, shard=0, backward=True)
+    assert found.excess.work == pytest.approx(1.0, abs=1e-6), found.share()
+
+
 class Stages(nn.Module):
     """A U-Net whose deepest stage has a 16th of the rows."""
 

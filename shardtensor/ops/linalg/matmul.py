@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -16,8 +17,9 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from ..._compat import TensorMeta
+from ..._compat import AutogradFunction, FunctionContext, TensorMeta
 from ...dispatch import planning
+from ...dispatch.gradients import needed_gradients
 from ...dispatch.registry import DECLINED, register
 from ...dispatch.tensor import ShardTensor, redistribute_to
 from ...errors import PLAIN_TARGET, refuse
@@ -248,6 +250,12 @@ class LinearPlan(Plan):
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, tuple[()]]:
         return F.linear(x, weight, bias), ()
 
+    def again(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        if weight.ndim != 2 or torch.is_autocast_enabled(x.device.type):
+            return F.linear(x, weight, bias)
+        result = _WithoutValues.apply(x, weight)
+        return result if bias is None else result + bias
+
     def backward(
         self, needed: Sequence[bool], grads: Sequence[Tensor | None], x: Tensor | None, weight: Tensor
     ) -> Sequence[Tensor | None]:
@@ -269,6 +277,24 @@ class LinearPlan(Plan):
         if finish is not None:
             _, grad_w, grad_b = finish()
         return grad_x, grad_w, grad_b
+
+
+class _WithoutValues(AutogradFunction):
+    """The graph of a linear layer's result. Its derivatives need the operands only, so nothing is multiplied for it."""
+
+    apply: ClassVar[Callable[..., Tensor]]
+
+    @staticmethod
+    def forward(ctx: FunctionContext, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return x.new_empty(()).expand(*x.shape[:-1], weight.shape[0])
+
+    @staticmethod
+    def backward(ctx: FunctionContext, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        (x, weight), (need_x, need_weight) = ctx.saved_tensors, needed_gradients(ctx, 0)
+        of_x = torch.matmul(grad, _like(weight, grad)) if need_x else None
+        of_weight = torch.mm(_rows(grad).t(), _like(_rows(x), grad)) if need_weight else None
+        return of_x, of_weight
 
 
 def gradients_of_weights(
