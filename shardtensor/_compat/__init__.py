@@ -56,17 +56,20 @@ gradient_seeds: Callable[..., tuple[torch.Tensor | None, ...]] = torch.autograd.
 run_engine = torch.autograd.graph._engine_run_backward
 
 
-def nodes_executed(edges: Iterable[tuple[Any, int]]) -> list[bool]:
+def nodes_executed(edges: Iterable[tuple[Any, int]], leaves: Collection[int]) -> list[bool]:
     """Whether the pass that is under way runs the nodes of these edges, or gives the gradients that arrive there.
 
-    An edge without a node is left out.
+    Args:
+        edges: those without a node are left out.
+        leaves: ids of leaves whose gradients were asked for. Torch raises for them, which takes long.
     """
     found = []
     for node, _ in edges:
         if node is not None:
             try:
-                found.append(torch._C._will_engine_execute_node(node))
-            except RuntimeError:  # raised for a leaf whose gradient was asked for
+                asked = id(getattr(node, "variable", None)) in leaves
+                found.append(asked or torch._C._will_engine_execute_node(node))
+            except RuntimeError:  # a leaf whose gradient was asked for by another caller of the engine
                 found.append(True)
     return found
 

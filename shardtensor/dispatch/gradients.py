@@ -82,13 +82,14 @@ def _several(nodes: Nodes) -> tuple[Node, ...]:
 
 
 class _Passes:
-    """Those that are under way, in all threads.
+    """Those that are under way.
 
     Attributes:
-        selective: how many were asked for the gradients of some inputs.
+        asked: ids of the inputs whose gradients were asked for, where a pass is for the gradients of some inputs. What
+            threads that run passes at the same time leave here costs time, and no gradient is left out for it.
     """
 
-    selective = 0
+    asked: frozenset[int] = frozenset()
 
 
 passes = _Passes()
@@ -98,7 +99,8 @@ def _run(
     roots: Sequence[Node], seeds: Seeds, retain_graph: bool, create_graph: bool, inputs: Sequence[Node], **options: bool
 ) -> Any:
     """Call the engine. See [Note: graphs of gradients]."""
-    passes.selective += bool(inputs)
+    before = passes.asked
+    passes.asked = before.union(map(id, inputs))
     try:
         with torch.autograd.set_multithreading_enabled(False) if create_graph else nullcontext():
             return run_engine(roots, seeds, retain_graph, create_graph, inputs, **options)
@@ -106,7 +108,7 @@ def _run(
         note_raised(error, BACKWARD)
         raise
     finally:
-        passes.selective -= bool(inputs)
+        passes.asked = before
 
 
 def needed_gradients(ctx: FunctionContext, first: int) -> Sequence[bool]:
@@ -116,9 +118,9 @@ def needed_gradients(ctx: FunctionContext, first: int) -> Sequence[bool]:
     operators compute what leads to these: forces from an energy take no gradients of weights. So do ours.
     """
     needed = ctx.needs_input_grad[first:]
-    if not passes.selective:
+    if not passes.asked:
         return needed
-    executed = nodes_executed(ctx.next_functions)  # of the needed inputs, in their order
+    executed = nodes_executed(ctx.next_functions, passes.asked)  # of the needed inputs, in their order
     if all(executed):
         return needed
     of_needed = iter(executed)

@@ -283,7 +283,7 @@ class _Run(AutogradFunction):
 
 
 def _gradients(ctx: _RunContext, saved: Sequence[Any], grads: Sequence[Tensor | None]) -> list[Any]:
-    plan, needed = ctx.plan, needed_gradients(ctx, 3) if passes.selective else ctx.needs_input_grad[3:]
+    plan, needed = ctx.plan, needed_gradients(ctx, 3) if passes.asked else ctx.needs_input_grad[3:]
     caller, here.operator = here.operator, plan.label
     try:
         outputs = plan.outputs if type(plan.outputs) is tuple else (plan.outputs,)
