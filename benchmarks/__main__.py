@@ -59,8 +59,9 @@ def circumstances(parts: dict[str, Any]) -> list[str]:
         machine = f"{a['cpu']}, {a['cores']} cores" + ("" if a["device"] == "cpu" else f", {a['device']}")
         software = f"torch {a['torch']} and Python {a['python']}"
         line = f"These figures were measured on {a['date'][:10]}, with {software} on {machine}"
-        lines.setdefault(line, []).append(f"{part} ({parts[part]['seconds']} s)")
-    return [f"{line}. These benchmarks, with their running times: {', '.join(names)}." for line, names in lines.items()]
+        lines.setdefault(line, []).append(f"{parts[part]['seconds']} s (`{part}`)")
+    ran = "They come from these benchmarks, which ran for"
+    return [f"{line}. {ran} {', '.join(names)}." for line, names in lines.items()]
 
 
 def section(parts: dict[str, Any], plots: dict[str, list[str]]) -> str:

@@ -106,7 +106,7 @@ def test_a_part_measured_anew_replaces_its_figures_only(module, tmp_path, monkey
     parts = main.stored(tmp_path)
     assert main.figures_of(parts) == [report.Figure("host", "ratio 1.0", 1.0), report.Figure("scale", "ratio 2.0", 2.0)]
     where = "with torch 2 and Python 3 on C, 2 cores"
-    ran = "These benchmarks, with their running times: host (1 s), scale (1 s)."
+    ran = "They come from these benchmarks, which ran for 1 s (`host`), 1 s (`scale`)."
     assert main.circumstances(parts) == [f"These figures were measured on 2026-01-01, {where}. {ran}"]
     assert parts["plots"] == {"host": ["host.png"], "scale": ["scale.png"]}
     assert (tmp_path / "host.png").is_file() and (tmp_path / "scale.png").is_file()

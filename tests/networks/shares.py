@@ -245,7 +245,7 @@ def section(results: dict[str, list[Row]]) -> str:
         "",
         f"This table lists the networks with more than {BARS['work']} for work or more than {BARS['kept']} for memory.",
         "The column *from* names the operator from which every rank does the same work, or the module that is furthest",
-        "from its part:",
+        "from its part. A number in the last column is the larger ratio after the change:",
         "",
         "| network | input, sharded dim | work | kept | from | why |",
         "|---|---|--:|--:|---|---|",
